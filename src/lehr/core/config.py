@@ -1,0 +1,116 @@
+"""Frozen configuration: unknown keys are errors that name the nearest known key."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lehr.core.errors import ConfigError
+
+C = TypeVar("C", bound="Config")
+
+
+class Config(BaseModel):
+    """Base of every configuration class. Frozen; a field is documented under the field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def digest(self) -> str:
+        """Return 16 hex digits that change when any resolved value changes."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def load(kind: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
+    """Read ``path`` (TOML), apply ``key.sub=value`` overrides and validate.
+
+    Raises :class:`ConfigError` that names the file, the key, and the nearest known key.
+    """
+    try:
+        raw = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"no such file: {path}", hint="Check the path.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", expected="valid TOML") from error
+    return resolve(kind, raw, overrides, where=str(path))
+
+
+def resolve(
+    kind: type[C], raw: Mapping[str, Any], overrides: Iterable[str] = (), *, where: str = "config"
+) -> C:
+    """Validate ``raw`` after applying overrides such as ``stages.2.steps=12`` (values read as TOML)."""
+    tree: dict[str, Any] = json.loads(json.dumps(raw, default=str))
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"cannot read the override {item!r}", expected="key=value, for example seed=7")
+        try:
+            value: Any = tomllib.loads(f"v = {text}")["v"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        _assign(tree, key.split("."), value, item)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain(kind, error)}") from error
+
+
+def _assign(tree: Any, keys: list[str], value: Any, item: str) -> None:
+    *parents, last = keys
+    for key in parents:
+        if isinstance(tree, list):
+            tree = cast("list[Any]", tree)
+            if not key.isdigit() or int(key) >= len(tree):
+                raise ConfigError(f"override {item!r}: {key!r} is not an index below {len(tree)}")
+            tree = tree[int(key)]
+        else:
+            tree = tree.setdefault(key, {})
+    if isinstance(tree, list):
+        tree = cast("list[Any]", tree)
+        if not last.isdigit() or int(last) >= len(tree):
+            raise ConfigError(f"override {item!r}: {last!r} is not an index below {len(tree)}")
+        tree[int(last)] = value
+    elif isinstance(tree, dict):
+        tree[last] = value
+    else:
+        raise ConfigError(f"override {item!r}: {'.'.join(parents)} is a value, not a table")
+
+
+def explain(kind: type[BaseModel], error: ValidationError) -> str:
+    """Return one line per problem; for an unknown key, with the nearest known one."""
+    lines: list[str] = []
+    known = sorted(_field_names(kind, set()))
+    for item in error.errors():
+        path = ".".join(str(p) for p in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+            meant = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+            lines.append(f"unknown key {path!r}{meant}")
+        else:
+            lines.append(f"{path or 'value'}: {item['msg']} (got {item.get('input')!r})")
+    return "\n  ".join(lines)
+
+
+def _field_names(kind: type[BaseModel], seen: set[type[BaseModel]]) -> set[str]:
+    if kind in seen:
+        return set()
+    seen.add(kind)
+    names = set(kind.model_fields)
+    for field in kind.model_fields.values():
+        for part in _models_in(field.annotation):
+            names |= _field_names(part, seen)
+    return names
+
+
+def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

@@ -1,0 +1,81 @@
+"""The engine protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lehr.core.batch import Manifest
+from lehr.core.errors import LehrError
+from lehr.core.trace import Completion, Sampling, Version
+
+InFlight = Literal["keep", "recompute", "abort"]
+"""What happens to the keys and values of running requests when weights are swapped."""
+
+
+class EngineError(LehrError, RuntimeError):
+    """A request that the engine could not serve."""
+
+    code = "engine"
+
+
+class RequestTooLarge(EngineError):
+    """A request that can never fit; it alone fails, the engine lives on."""
+
+    code = "request_too_large"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Block counts satisfy ``free + cached + held == total``."""
+
+    version: Version
+    running: int
+    waiting: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    blocks_total: int
+    prompt_tokens: int
+    cached_tokens: int
+    own_tokens: int
+    busy_s: float
+    steps: int
+
+
+class Engine(Protocol):
+    """Serves completions. All methods are safe to call concurrently."""
+
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, *, session: str = "", timeout_s: float = 600.0
+    ) -> Completion:
+        """Return one completion of ``tokens``. ``session`` names the trace that the request belongs to.
+
+        Raises :class:`RequestTooLarge`, :class:`EngineError` or ``DeadlineExceeded``. A cancelled caller
+        frees the request's blocks at once.
+        """
+        ...
+
+    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
+        """Return float32[T-1]: the log-probability of each token after the first, given those before."""
+        ...
+
+    async def fetch(self, manifest: Manifest) -> None:
+        """Load published weights beside the running ones, while sampling goes on."""
+        ...
+
+    async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
+        """Switch to fetched weights between two decode steps. Versions only rise."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Return a snapshot."""
+        ...
+
+    async def close(self) -> None:
+        """Abort what runs and free everything. Idempotent."""
+        ...

@@ -1,0 +1,1 @@
+"""The model: one decoder that sampler and trainer share, checkpoints in and out, chat rendering."""

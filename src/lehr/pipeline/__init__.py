@@ -1,0 +1,1 @@
+"""Composes the parts into a run, checkpoints it and resumes it. The only package that knows them all."""

@@ -1,0 +1,1 @@
+"""Rollouts: the agent loop, the dispatcher that keeps groups in flight, and the buffer of finished groups."""

@@ -1,0 +1,176 @@
+"""The sandbox protocol: a spec, a box, and a result that names what ended each call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from lehr.core.registry import Registry
+
+Verdict = Literal[
+    "ok",  # the program ended by itself with status 0
+    "exit",  # the program ended by itself with another status
+    "signal",  # the program was ended by a signal that no limit explains
+    "timeout_wall",
+    "timeout_cpu",
+    "oom",
+    "pids",
+    "disk",
+    "output",
+    "broken",  # the box itself no longer works; it is destroyed and rebuilt
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Hard limits of a box; times are per exec. Output is kept as head and tail and drained beyond."""
+
+    memory_bytes: int = 512 << 20
+    disk_bytes: int = 64 << 20
+    inodes: int = 16_384
+    pids: int = 64
+    cpu: float = 1.0
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    output_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What boxes may be exchanged for each other: the key of the pool. Files, environment and secrets
+    are not part of it; they follow the lease.
+
+    image: ``host`` is the allow-listed, read-only system folders of this machine.
+    network: ``none`` is the only kind that needs no proxy.
+    """
+
+    image: str = "host"
+    limits: Limits = field(default_factory=Limits)
+    network: Literal["none"] = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ExecUsage:
+    """What one exec used, summed over every process that it started."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    peak_pids: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """Outcome of one exec. ``exit_code`` is None unless the program ended by itself.
+
+    stdout and stderr are bytes with the middle cut out beyond the limit; then ``truncated`` is True.
+    ``detail`` is a sentence for a person where the verdict is not ``ok``.
+    """
+
+    verdict: Verdict
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    truncated: bool = False
+    signal: int | None = None
+    usage: ExecUsage = field(default_factory=ExecUsage)
+    detail: str = ""
+
+
+class Shell(Protocol):
+    """A persistent shell inside a box. Exit codes travel out of band."""
+
+    async def run(self, command: str, *, timeout_s: float = 10.0) -> ExecResult:
+        """Run one command line. Output up to a timeout is returned with the verdict."""
+        ...
+
+    async def close(self) -> None:
+        """End the shell and everything that it started."""
+        ...
+
+
+class Box(Protocol):
+    """One isolated machine-within-the-machine. Paths are relative to its working folder ``/work``
+    unless absolute; they are resolved inside the box without following links.
+    """
+
+    @property
+    def id(self) -> str:
+        """A name that is unique on this host."""
+        ...
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str = ".",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """Run a program to its end. Never raises for what the program did; see the verdict.
+
+        ``timeout_s`` may only lower the wall limit of the spec. A cancelled caller kills the program.
+        """
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a regular file. Raises ``SandboxError`` if the path is not one."""
+        ...
+
+    async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
+        """Return a regular file's content. Refuses links, devices, sockets, FIFOs, hard links to shared
+        files and anything over ``limit_bytes`` with ``SandboxError``.
+        """
+        ...
+
+    async def tree(
+        self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
+    ) -> Mapping[str, bytes | None]:
+        """Return every regular file below ``path`` with its content, and each folder with None."""
+        ...
+
+    async def shell(self) -> Shell:
+        """Start a persistent shell in the working folder."""
+        ...
+
+    async def destroy(self) -> None:
+        """Kill everything in the box and remove what it wrote. Idempotent and bounded in time."""
+        ...
+
+
+class Backend(Protocol):
+    """Makes boxes."""
+
+    name: str
+
+    async def create(self, spec: Spec) -> Box:
+        """Make a fresh box, or raise ``HostUnfit`` / ``SandboxError``."""
+        ...
+
+    async def close(self) -> None:
+        """Destroy what is left."""
+        ...
+
+
+class Boxes(Protocol):
+    """Where boxes are leased; the pool, or a daemon's client. A lease always ends in destruction."""
+
+    def lease(self, spec: Spec, *, timeout_s: float = 30.0) -> AbstractAsyncContextManager[Box]:
+        """Yield a fresh box. Waits in line up to ``timeout_s``, then raises ``DeadlineExceeded`` that says
+        why no box was free. The box is destroyed at the end, also when the caller is cancelled.
+        """
+        ...
+
+    async def acquire(self, spec: Spec, *, timeout_s: float = 30.0) -> Box:
+        """The same by hand; pair with :meth:`release`."""
+        ...
+
+    async def release(self, box: Box) -> None:
+        """Destroy a box that :meth:`acquire` returned. Idempotent, shielded, bounded in time."""
+        ...
+
+
+BACKENDS: Registry[type[Backend]] = Registry("sandbox")

@@ -1,0 +1,1 @@
+"""Training: losses, advantages, packing, the trainer and its role. Speaks in ``core`` types only."""

@@ -1,0 +1,62 @@
+"""The trainer protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import Field
+
+from lehr.core.batch import Batch, Manifest, StepResult
+from lehr.core.config import Config
+from lehr.core.trace import Version
+
+
+class TrainConfig(Config):
+    """How gradient steps are taken."""
+
+    learning_rate: float = Field(2e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = Field(1.0, gt=0)
+    tokens_per_microbatch: int = Field(2048, ge=64)
+    """Packed tokens (shared prefixes counted once) per forward and backward."""
+    dtype: str = "auto"
+    """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
+    Master weights and optimiser state are float32 always."""
+    correction: str = "dppo_tv"
+    """Token-level off-policy correction: ``dppo_tv``, ``tis`` or ``none``."""
+    tis_cap: float = Field(2.0, gt=0)
+    """Upper bound of the importance ratio under ``tis``."""
+    mask_delta: float = Field(0.2, gt=0)
+    """Probability difference beyond which ``dppo_tv`` drops a token that moves further away."""
+    log_ratio_penalty: float = Field(1e-3, ge=0)
+    """Weight of the squared log ratio under ``dppo_tv``."""
+
+
+class Trainer(Protocol):
+    """Owns the master weights and the optimiser. One gang; world size 1 locally."""
+
+    async def step(self, batch: Batch) -> StepResult:
+        """Take exactly one optimiser step. A batch without loss tokens changes nothing.
+
+        Raises ``Diverged`` when loss or gradient is not finite; weights are then unchanged.
+        """
+        ...
+
+    async def publish(self, version: Version) -> Manifest:
+        """Write the current weights for engines, complete and immutable, and return where they are."""
+        ...
+
+    async def save(self, path: Path, *, resumable: bool = True) -> None:
+        """Write a Hugging Face folder atomically; with ``resumable``, the optimiser state beside it."""
+        ...
+
+    async def load(self, path: Path, *, optimizer: bool = True) -> None:
+        """Go on from a folder that :meth:`save` wrote."""
+        ...
+
+    async def reset(self, config: TrainConfig) -> None:
+        """Start a new stage on the same weights: fresh optimiser, new configuration."""
+        ...
