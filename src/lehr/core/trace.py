@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lehr.core.errors import Failure
 
 StopReason = Literal["eos", "stop", "length", "abort"]
+SpanName = Literal["queue", "generate", "tool", "verify"]
 KvPolicy = Literal["exact", "kept_across_versions"]
 
 
@@ -109,7 +110,7 @@ class Segment:
 class Span:
     """One timed piece of work inside a trace. ``start_s`` counts from the start of the trace."""
 
-    name: Literal["queue", "generate", "tool", "verify"]
+    name: SpanName
     start_s: float
     seconds: float
     turn: int = 0

@@ -1,0 +1,73 @@
+"""What the stages of a run share: the record, the roles, the boxes, the domains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lehr.cluster.base import Handle
+from lehr.core.trace import Sampling, Version
+from lehr.domains.catalogue import Domain
+from lehr.engine.remote import RemoteEngine
+from lehr.ledger.blobs import BlobStore
+from lehr.ledger.store import Ledger
+from lehr.model.base import Renderer
+from lehr.pipeline.cores import Allotment, Division
+from lehr.pipeline.folder import RunFolder
+from lehr.pipeline.metrics import BusyMeter, MetricsWriter
+from lehr.pipeline.observer import Observer
+from lehr.pipeline.recipe import Recipe
+from lehr.rollout.group import GroupRunner
+from lehr.sandbox.pool import Pool
+from lehr.train.remote import RemoteTrainer
+from lehr.wire.codec import encode
+
+
+@dataclass
+class Context:
+    """Built once per start of a run; its owner closes what it holds."""
+
+    recipe: Recipe
+    folder: RunFolder
+    ledger: Ledger
+    blobs: BlobStore
+    domains: Mapping[str, Domain]
+    renderer: Renderer
+    pool: Pool
+    engine_handle: Handle
+    engine: RemoteEngine
+    trainer_handle: Handle
+    trainer: RemoteTrainer
+    runner: GroupRunner
+    verifying: BusyMeter
+    metrics: MetricsWriter
+    observer: Observer
+    division: Division
+    published: int = 0
+    spent_s: dict[str, float] = field(default_factory=dict[str, float])
+
+    async def allot(self, engine: Allotment | None = None, trainer: Allotment | None = None) -> None:
+        """Give the roles their threads and cores."""
+        if engine is not None:
+            await self.engine_handle.call("allot", engine)
+        if trainer is not None:
+            await self.trainer_handle.call("allot", trainer)
+
+    async def sync_weights(self) -> Version:
+        """Publish the trainer's weights and put them in force in the engine. Returns their version."""
+        self.published += 1
+        version = Version(self.ledger.incarnation, self.published)
+        manifest = await self.trainer.publish(version)
+        await self.engine.fetch(manifest)
+        await self.engine.activate(version)
+        return version
+
+    def keep(self, value: Any) -> str:
+        """Store ``value`` (a trace, a set of demonstrations) as a blob and return its digest."""
+        return self.blobs.put(encode(value))
+
+    @property
+    def greedy(self) -> Sampling:
+        """How evaluations sample."""
+        return Sampling(temperature=0.0)

@@ -1,0 +1,102 @@
+"""The run folder: where everything that a run leaves behind lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lehr.core.config import resolve
+from lehr.core.errors import ConfigError, OutOfSpace
+from lehr.pipeline.recipe import Recipe
+
+MIN_FREE_BYTES = 512 << 20
+
+
+class RunFolder:
+    """Paths of a run. Creating one writes ``config.json``; opening one reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.ledger = path / "ledger.sqlite"
+        self.blobs = path / "blobs"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe) -> RunFolder:
+        """Make a new run folder. Refuses one that already holds a run."""
+        folder = cls(path)
+        if folder.config.exists():
+            raise ConfigError(
+                f"{path} already holds a run",
+                hint=f"Resume it with `lehr runs resume {path}` or name another folder.",
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder.require_space()
+            for part in (folder.blobs, folder.checkpoints, folder.logs):
+                part.mkdir(exist_ok=True)
+            body = {"digest": recipe.digest(), "started": time.time(), "recipe": recipe.model_dump(mode="json")}
+            replace_text(folder.config, json.dumps(body, indent=2) + "\n")
+        except OSError as error:
+            raise out_of_space(error, path) from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[RunFolder, Recipe]:
+        """Read an existing run folder."""
+        folder = cls(path)
+        if not folder.config.exists():
+            raise ConfigError(
+                f"{path} is not a run folder (no config.json)", hint="`lehr runs list` shows the runs here."
+            )
+        try:
+            body: dict[str, Any] = json.loads(folder.config.read_text())
+            recipe = resolve(Recipe, body["recipe"], where=str(folder.config))
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"cannot read {folder.config}: {error}") from error
+        if recipe.digest() != body.get("digest"):
+            raise ConfigError(
+                f"{folder.config} was edited: its digest is {recipe.digest()}, recorded {body.get('digest')}",
+                hint="Restore the file, or start a new run with the changed recipe.",
+            )
+        return folder, recipe
+
+    def checkpoint(self, stage: str, step: int | None = None) -> Path:
+        """Return the folder of a stage's final checkpoint, or of one inside it."""
+        return self.checkpoints / (stage if step is None else f"{stage}-step-{step:04d}")
+
+    def require_space(self) -> None:
+        """Raise :class:`OutOfSpace` before work is begun that could not be saved."""
+        stat = os.statvfs(self.path)
+        free = stat.f_bavail * stat.f_frsize
+        if free < MIN_FREE_BYTES:
+            raise OutOfSpace(
+                f"only {free >> 20} MiB are free at {self.path}",
+                expected=f"at least {MIN_FREE_BYTES >> 20} MiB",
+                hint="Free some space, or name a folder on another disk.",
+            )
+
+
+def out_of_space(error: OSError, path: Path) -> OSError:
+    """Return ``error`` as :class:`OutOfSpace` if that is what it is, else unchanged."""
+    if error.errno in (28, 122):
+        return OutOfSpace(f"no space left while writing {path}", hint="Free some space and resume the run.")
+    return error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(path)

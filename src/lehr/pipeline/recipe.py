@@ -1,0 +1,167 @@
+"""A recipe: which model, which domains, which stages. Frozen, digested, saved with every run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lehr.core.config import Config
+from lehr.train.base import TrainConfig
+
+
+class EvaluationConfig(Config):
+    """How stages are measured."""
+
+    count: int = Field(100, ge=1)
+    """Held-out tasks per domain."""
+    concurrency: int = Field(64, ge=1)
+    """Episodes at once."""
+
+
+class EngineConfig(Config):
+    """The sampler."""
+
+    dtype: str = "auto"
+    """``auto`` is bfloat16 where the processor has matrix instructions for it, else float32."""
+    cache_tokens: int = Field(32_768, ge=512)
+    """Tokens whose keys and values are kept."""
+    max_batch: int = Field(64, ge=1)
+    """Sequences decoded together."""
+
+
+class SandboxConfig(Config):
+    """The boxes."""
+
+    backend: str = "bwrap"
+    boxes: int = Field(6, ge=1)
+    """Boxes alive at once."""
+    warm: int = Field(3, ge=0)
+    """Boxes kept ready per specification."""
+
+
+class SftStage(Config):
+    """Supervised fine-tuning on demonstrations made from gold answers of the train split."""
+
+    type: Literal["sft"] = "sft"
+    name: str = "sft"
+    demonstrations: int = Field(120, ge=1)
+    """Over all domains, divided evenly."""
+    max_epochs: int = Field(6, ge=1)
+    batch_size: int = Field(16, ge=1)
+    patience: int = Field(1, ge=1)
+    """Epochs without a better validation rate after which the stage ends with the best weights."""
+    validation_count: int = Field(16, ge=1)
+    """Validation tasks per domain, measured after each epoch."""
+    train: TrainConfig = TrainConfig()
+
+
+class RejectStage(Config):
+    """Rejection sampling: the model's own verified answers become demonstrations."""
+
+    type: Literal["reject"] = "reject"
+    name: str = "reject"
+    tasks: int = Field(24, ge=1)
+    """Tasks sampled, over all domains."""
+    samples: int = Field(4, ge=1)
+    """Attempts per task."""
+    temperature: float = Field(1.0, gt=0)
+    epochs: int = Field(1, ge=1)
+    batch_size: int = Field(16, ge=1)
+    keep_per_task: int = Field(2, ge=1)
+    """Distinct passing answers kept of one task, so that easy tasks do not crowd out hard ones."""
+    train: TrainConfig = TrainConfig()
+
+
+class RlStage(Config):
+    """Asynchronous reinforcement learning from verified rewards."""
+
+    type: Literal["rl"] = "rl"
+    name: str = "rl"
+    steps: int = Field(16, ge=1)
+    groups_per_batch: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=2)
+    staleness_bound: int = Field(1, ge=0)
+    """Batches that may be started ahead of the weights; 0 is synchronous."""
+    temperature: float = Field(1.0, gt=0)
+    target_pass_rate: float = Field(0.5, gt=0, lt=1)
+    """A domain below it gains weight, one above it loses weight, down to a floor."""
+    refuse_batches: int = Field(4, ge=1)
+    """Batches' worth of groups in a row that teach nothing, after which a step is given up."""
+    starved_steps: int = Field(2, ge=1)
+    """Given-up steps in a row after which the stage ends."""
+    checkpoint_every: int = Field(4, ge=1)
+    """Steps between checkpoints."""
+    time_limit_s: float | None = Field(None, gt=0)
+    """Start no further step after this many seconds of the stage."""
+    train: TrainConfig = TrainConfig()
+
+
+class ControlStage(Config):
+    """Goes on with SFT on the same demonstrations, from the same checkpoint, for as many seconds as other
+    stages took: what the same compute buys without reinforcement learning.
+    """
+
+    type: Literal["control"] = "control"
+    name: str = "sft_more"
+    after: str = "sft"
+    """The stage whose checkpoint and demonstrations are used."""
+    match: tuple[str, ...] = ("reject", "rl")
+    """The stages whose seconds are spent."""
+    batch_size: int = Field(16, ge=1)
+    train: TrainConfig = TrainConfig()
+
+
+Stage = Annotated[SftStage | RejectStage | RlStage | ControlStage, Field(discriminator="type")]
+
+
+class Recipe(Config):
+    """A whole run."""
+
+    model: str = "smollm2-135m"
+    """A name known to ``lehr models fetch``, ``tiny``, or a Hugging Face folder."""
+    domains: tuple[str, ...] = ("code/functions", "documents/invoices", "terminal/files")
+    domain_paths: tuple[str, ...] = ()
+    """Folders searched for domains besides the built-in ones and ``./domains``."""
+    seed: int = 0
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    evaluation: EvaluationConfig = EvaluationConfig()
+    engine: EngineConfig = EngineConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+
+    @model_validator(mode="after")
+    def _names(self) -> Recipe:
+        names = [stage.name for stage in self.stages]
+        twice = sorted({name for name in names if names.count(name) > 1} | ({"base"} & set(names)))
+        if twice:
+            raise ValueError(f"stage names must be unique and not 'base'; rename {', '.join(twice)}")
+        seen: set[str] = set()
+        for stage in self.stages:
+            if isinstance(stage, ControlStage):
+                missing = [name for name in (stage.after, *stage.match) if name not in seen]
+                if missing:
+                    raise ValueError(f"stage {stage.name!r} needs {', '.join(missing)} before it")
+            seen.add(stage.name)
+        if not self.domains:
+            raise ValueError("a recipe needs at least one domain")
+        return self
+
+
+def quickstart_recipe(model: str = "smollm2-135m", *, control: bool = False, seed: int = 0) -> Recipe:
+    """Return the recipe of ``lehr quickstart``: everything at a size that two cores finish in minutes."""
+    if model == "tiny":
+        sft = SftStage(
+            demonstrations=48, max_epochs=3, validation_count=4, train=TrainConfig(learning_rate=3e-3)
+        )
+        stages: list[SftStage | RejectStage | RlStage | ControlStage] = [
+            sft,
+            RejectStage(tasks=6, samples=2, train=TrainConfig(learning_rate=1e-3)),
+            RlStage(steps=4, groups_per_batch=4, group_size=4, checkpoint_every=2, refuse_batches=3),
+        ]
+        evaluation = EvaluationConfig(count=8)
+    else:
+        stages = [SftStage(), RejectStage(), RlStage()]
+        evaluation = EvaluationConfig()
+    if control:
+        stages.append(ControlStage())
+    return Recipe(model=model, stages=tuple(stages), seed=seed, evaluation=evaluation)
