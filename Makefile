@@ -1,0 +1,55 @@
+# Everything a person does here. Each target sets up what it needs from nothing.
+#   make setup                  the environment in .venv, and the Debian packages of the sandbox
+#   make quickstart [CONTROL=1] post-train a small model on two cores, about a quarter of an hour
+#   make test                   all tests
+#   make check                  format, lint, types, import layers
+#   make bench [NAME=engine]    benchmarks, beside a peer
+#   make mutants                breaks the code on purpose; each break must fail its test
+#   make fetch                  the default model, converted and cached
+#   make lock                   pin the newest versions that pyproject.toml allows
+# PYTHON=python3.12 picks the interpreter; PIP_ARGS="--index-url …" is passed on to pip.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+READY := $(VENV)/.ready
+
+.PHONY: help setup quickstart test check bench mutants fetch lock clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml tools/setup.sh
+	@tools/setup.sh $(VENV)
+	@touch $@
+
+quickstart: $(READY)
+	$(VENV)/bin/lehr quickstart $(if $(CONTROL),--control) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+test: $(READY)
+	$(RUN) pytest $(if $(CI),-n 2) $(ARGS)
+
+check: $(READY)
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(VENV)/bin/lint-imports
+	$(RUN) pyright
+
+bench: $(READY)
+	$(RUN) benchmarks.run $(or $(NAME),all)
+
+mutants: $(READY)
+	$(VENV)/bin/python tests/mutants/run.py $(ARGS)
+
+fetch: $(READY)
+	$(VENV)/bin/lehr models fetch smollm2-135m
+
+lock:
+	tools/lock.sh
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache
