@@ -1,0 +1,193 @@
+"""The shape of a decoder, to and from the ``config.json`` of a Hugging Face folder.
+
+Owns which model families load. To add one: map its keys in :meth:`ModelConfig.from_hf`, and add its
+``model_type`` to :data:`FAMILIES` with the name of its transformers class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from lehr.core.config import Config
+from lehr.core.errors import ConfigError, UnknownName
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""``model_type`` to transformers class. SmolLM and SmolLM2 are of the type ``llama``."""
+
+_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+class Rope(Config):
+    """Rotary position embedding. ``linear`` divides positions by ``factor``; ``llama3`` divides only the
+    slow frequencies, with a smooth step between (Llama 3.1 report).
+    """
+
+    type: Literal["default", "linear", "llama3"] = "default"
+    theta: float = Field(10_000.0, gt=0)
+    factor: float = Field(1.0, gt=0)
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+class ModelConfig(Config):
+    """A dense, pre-norm decoder with grouped-query attention and a gated SiLU feed-forward part."""
+
+    family: str = "llama"
+    """``model_type`` of the Hugging Face configuration; decides the class that reopens the folder."""
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_size: int = Field(gt=0)
+    max_positions: int = Field(2048, gt=0)
+    """Longest sequence; where the family has a sliding window, at most that window."""
+    norm_eps: float = Field(1e-5, gt=0)
+    rope: Rope = Rope()
+    tied_head: bool = False
+    """The head uses the weight of the embedding."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normalised per head before rotation (Qwen3)."""
+    bos_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.num_kv_heads * self.head_size
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Read the content of a ``config.json``, of old and new transformers alike.
+
+        Raises :class:`UnknownName` for another family, :class:`ConfigError` for a variant that this decoder
+        would compute wrongly.
+        """
+        family = str(raw.get("model_type", ""))
+        if family not in FAMILIES:
+            raise UnknownName.among("model family", family, FAMILIES)
+        _refuse_variants(raw, family)
+        heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+        bias = bool(raw.get("attention_bias", False))
+        return cls(
+            family=family,
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=hidden,
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_size=int(raw.get("head_dim") or hidden // heads),
+            max_positions=_max_positions(raw, family),
+            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope=_rope(raw),
+            tied_head=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=bias or family == "qwen2",
+            o_bias=bias and family in ("llama", "qwen3"),
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            bos_ids=_ids(raw.get("bos_token_id")),
+            eos_ids=_ids(raw.get("eos_token_id")),
+            pad_id=raw.get("pad_token_id"),
+        )
+
+    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
+        """Return a ``config.json`` that transformers opens: its old keys and its new ones."""
+        rope: dict[str, Any] = {"rope_type": self.rope.type, "rope_theta": self.rope.theta}
+        if self.rope.type != "default":
+            keys = _ROPE_KEYS if self.rope.type == "llama3" else _ROPE_KEYS[:1]
+            rope |= {key: getattr(self.rope, key) for key in keys}
+        raw: dict[str, Any] = {
+            "architectures": [FAMILIES[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_size,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope.theta,
+            "rope_parameters": rope,
+            "tie_word_embeddings": self.tied_head,
+            "attention_bias": self.qkv_bias and self.family != "qwen2",
+            "attention_dropout": 0.0,
+            "bos_token_id": _one_or_many(self.bos_ids),
+            "eos_token_id": _one_or_many(self.eos_ids),
+            "pad_token_id": self.pad_id,
+            "use_cache": True,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+        }
+        if self.family == "llama":
+            raw["mlp_bias"] = self.mlp_bias
+        if self.family == "mistral":
+            raw["sliding_window"] = None
+        return raw
+
+
+def _refuse_variants(raw: Mapping[str, Any], family: str) -> None:
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ConfigError(
+            f"hidden_act {activation!r} of this {family} model is not supported", expected="'silu'"
+        )
+    if raw.get("quantization_config"):
+        raise ConfigError(
+            "the folder holds quantised weights", expected="plain float weights", hint="Dequantise it first."
+        )
+
+
+def _max_positions(raw: Mapping[str, Any], family: str) -> int:
+    longest = int(raw.get("max_position_embeddings", 2048))
+    window = raw.get("sliding_window")
+    slides = family == "mistral" or bool(raw.get("use_sliding_window"))
+    return min(longest, int(window)) if window and slides else longest
+
+
+def _rope(raw: Mapping[str, Any]) -> Rope:
+    scaling: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):
+        raise ConfigError(
+            f"rotary scaling {kind!r} is not supported", expected="'default', 'linear' or 'llama3'"
+        )
+    if float(raw.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
+        raise ConfigError("partial rotary embedding is not supported", expected="partial_rotary_factor 1.0")
+    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+    given = {key: scaling[key] for key in _ROPE_KEYS if scaling.get(key) is not None}
+    return Rope(type=kind, theta=float(theta), **(given if kind != "default" else {}))
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
+    if not ids:
+        return None
+    return ids[0] if len(ids) == 1 else list(ids)

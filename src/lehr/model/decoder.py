@@ -1,0 +1,152 @@
+"""The one decoder that sampler and trainer share.
+
+Attention is passed in (:class:`lehr.model.base.Attend`), because how positions see each other is the only
+thing in which sampling and training differ. Projections that read the same input are fused (``qkv``,
+``gate_up``); they are modules that are called, so that an engine may put packed ones in their place.
+
+Shape letters as in ``lehr.model.base``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lehr.core.errors import ConfigError
+from lehr.model.base import Attend
+from lehr.model.config import ModelConfig
+from lehr.model.rotary import angles, inverse_frequencies, rotate
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 whatever the dtype of its input."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` scaled to unit root mean square over its last dimension, times the weight."""
+        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    """One block: attention, then the gated feed-forward part, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, q, kv, inner = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
+        self.attn_norm = RMSNorm(hidden, config.norm_eps)
+        self.qkv = nn.Linear(hidden, q + 2 * kv, bias=config.qkv_bias)
+        self.o = nn.Linear(q, hidden, bias=config.o_bias)
+        self.mlp_norm = RMSNorm(hidden, config.norm_eps)
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
+        self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and head. Stateless between calls; build it with :meth:`from_hf`.
+
+    ``embed``, ``layers[i].{attn_norm,qkv,o,mlp_norm,gate_up,down}``, ``norm`` and ``head`` are called, never
+    reached into, except by the trainer, which needs real weights. A tied head shares the embedding's
+    parameter.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.head.weight = self.embed.weight
+        self.inverse_frequencies = inverse_frequencies(config.rope, config.head_size)
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Return the hidden states after the final norm, ``[T, D]``."""
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        x_TD = self.embed(tokens_T)
+        cos, sin = angles(self.inverse_frequencies, positions_T, x_TD.dtype)
+        for number, layer in enumerate(self.layers):
+            qkv = layer.qkv(layer.attn_norm(x_TD)).unflatten(-1, (-1, config.head_size))
+            turning, value_TKE = qkv.split((heads + kv_heads, kv_heads), dim=1)
+            if layer.q_norm is not None:
+                query, key = turning.split((heads, kv_heads), dim=1)
+                turning = torch.cat((layer.q_norm(query), layer.k_norm(key)), dim=1)
+            query_THE, key_TKE = rotate(turning, cos, sin).split((heads, kv_heads), dim=1)
+            mixed_THE = attend(number, query_THE, key_TKE, value_TKE)
+            x_TD = x_TD + layer.o(mixed_THE.flatten(1))
+            gate, up = layer.gate_up(layer.mlp_norm(x_TD)).chunk(2, dim=-1)
+            x_TD = x_TD + layer.down(functional.silu(gate) * up)
+        return self.norm(x_TD)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Return float32 logits ``[N, V]``."""
+        return self.head(hidden_ND).float()
+
+    @classmethod
+    def from_hf(
+        cls, config: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+    ) -> Decoder:
+        """Build a decoder from tensors under their Hugging Face names. The tensors are copied.
+
+        Raises :class:`ConfigError` that names a missing tensor or a wrong shape.
+        """
+        with torch.device("meta"):
+            decoder = cls(config)
+        decoder.inverse_frequencies = inverse_frequencies(config.rope, config.head_size)
+        decoder.to_empty(device="cpu")
+        decoder.to(dtype)
+        if config.tied_head:
+            decoder.head.weight = decoder.embed.weight
+        decoder.load_hf(tensors)
+        return decoder
+
+    @torch.no_grad()
+    def load_hf(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors under their Hugging Face names into the weights in place."""
+        for name, view in self._named_views():
+            source = tensors.get(name)
+            if source is None and name == "lm_head.weight":
+                source = tensors.get("model.embed_tokens.weight")
+            if source is None:
+                raise ConfigError(f"the weights lack {name!r}", hint="Check that the model folder is complete.")
+            if source.shape != view.shape:
+                raise ConfigError(f"{name!r} has shape {tuple(source.shape)}", expected=str(tuple(view.shape)))
+            view.copy_(source)
+
+    def to_hf(self) -> dict[str, Tensor]:
+        """Return the weights under their Hugging Face names: contiguous views, nothing is copied."""
+        return {name: view.detach() for name, view in self._named_views()}
+
+    def _named_views(self) -> Iterator[tuple[str, Tensor]]:
+        q, kv, inner = self.config.q_size, self.config.kv_size, self.config.intermediate_size
+        yield "model.embed_tokens.weight", self.embed.weight
+        for number, layer in enumerate(self.layers):
+            base = f"model.layers.{number}"
+            for ours, theirs, names, sizes in (
+                ("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
+                ("o", "self_attn", ("o_proj",), None),
+                ("gate_up", "mlp", ("gate_proj", "up_proj"), (inner, inner)),
+                ("down", "mlp", ("down_proj",), None),
+            ):
+                for kind, fused in layer.get_submodule(ours).named_parameters():
+                    parts = fused.split(sizes) if sizes else (fused,)
+                    for name, part in zip(names, parts, strict=True):
+                        yield f"{base}.{theirs}.{name}.{kind}", part
+            yield f"{base}.input_layernorm.weight", layer.attn_norm.weight
+            yield f"{base}.post_attention_layernorm.weight", layer.mlp_norm.weight
+            if layer.q_norm is not None:
+                yield f"{base}.self_attn.q_norm.weight", layer.q_norm.weight
+                yield f"{base}.self_attn.k_norm.weight", layer.k_norm.weight
+        yield "model.norm.weight", self.norm.weight
+        if not self.config.tied_head:
+            yield "lm_head.weight", self.head.weight
