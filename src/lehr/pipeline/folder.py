@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,10 @@ class RunFolder:
     def checkpoint(self, stage: str, step: int | None = None) -> Path:
         """Return the folder of a stage's final checkpoint, or of one inside it."""
         return self.checkpoints / (stage if step is None else f"{stage}-step-{step:04d}")
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Delete an intermediate checkpoint that a newer one replaces."""
+        shutil.rmtree(self.checkpoints / name, ignore_errors=True)
 
     def require_space(self) -> None:
         """Raise :class:`OutOfSpace` before work is begun that could not be saved."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from lehr.core.clock import Clock, SystemClock
@@ -34,7 +35,10 @@ class GroupPlan:
 
 
 class GroupRunner:
-    """Runs groups: attempts side by side, each judged in fresh boxes as soon as it ends."""
+    """Runs groups: attempts side by side, each judged in fresh boxes as soon as it ends.
+
+    ``meter`` is entered around every judgement, to count the time that judging takes.
+    """
 
     def __init__(
         self,
@@ -42,14 +46,16 @@ class GroupRunner:
         boxes: Boxes,
         *,
         judge_timeout_s: float = 60.0,
+        meter: Callable[[], AbstractContextManager[None]] = nullcontext,
         clock: Clock | None = None,
     ) -> None:
         self._agent = agent
         self._boxes = boxes
         self._judge_timeout_s = judge_timeout_s
+        self._meter = meter
         self._clock = clock or SystemClock()
 
-    async def run(self, plan: GroupPlan, on_judged: Callable[[Judged], None] | None = None) -> Group:
+    async def run(self, plan: GroupPlan, on_judged: Callable[[Judged], object] | None = None) -> Group:
         """Return the finished group. ``on_judged`` sees each member as soon as it is judged."""
 
         async def member(number: int) -> Judged:
@@ -74,16 +80,17 @@ class GroupRunner:
             reason = "engine" if trace.failure.code in ("engine", "request_too_large") else "environment"
             return Judged(trace, Invalid(reason, trace.failure.detail))
         begun = self._clock.now()
-        reward: Reward = await judge(
-            task,
-            evidence,
-            plan.problem.gold,
-            self._boxes,
-            terms=card.reward,
-            reward_range=card.reward_range,
-            pass_at=card.pass_at,
-            timeout_s=self._judge_timeout_s,
-        )
+        with self._meter():
+            reward: Reward = await judge(
+                task,
+                evidence,
+                plan.problem.gold,
+                self._boxes,
+                terms=card.reward,
+                reward_range=card.reward_range,
+                pass_at=card.pass_at,
+                timeout_s=self._judge_timeout_s,
+            )
         last = trace.spans[-1] if trace.spans else None
         start = last.start_s + last.seconds if last else 0.0
         span = Span("verify", start, self._clock.now() - begun, max(0, evidence.turns - 1))

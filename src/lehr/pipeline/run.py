@@ -1,0 +1,181 @@
+"""Starts, resumes and ends a run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lehr.cluster.base import Role
+from lehr.cluster.local import LocalCluster
+from lehr.domains.catalogue import open_domain
+from lehr.engine.remote import RemoteEngine
+from lehr.ledger.blobs import BlobStore
+from lehr.ledger.store import Ledger
+from lehr.model.tokenizer import load_renderer
+from lehr.pipeline.context import Context
+from lehr.pipeline.cores import divide
+from lehr.pipeline.folder import RunFolder
+from lehr.pipeline.measure import measure
+from lehr.pipeline.metrics import BusyMeter, MetricsWriter
+from lehr.pipeline.models import context_tokens, locate_model
+from lehr.pipeline.observer import Observer, Silent
+from lehr.pipeline.recipe import Recipe
+from lehr.pipeline.stages.control import run_control
+from lehr.pipeline.stages.reject import run_reject
+from lehr.pipeline.stages.rl import run_rl
+from lehr.pipeline.stages.sft import run_sft
+from lehr.rollout.agent import AgentLoop
+from lehr.rollout.group import GroupRunner
+from lehr.sandbox.pool import Pool
+from lehr.train.remote import RemoteTrainer
+
+STAGES: dict[str, Callable[[Context, Any, Path], Awaitable[None]]] = {
+    "sft": run_sft,
+    "reject": run_reject,
+    "rl": run_rl,
+    "control": run_control,
+}
+"""A stage's type and what runs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Where a finished run lies and how long each stage took, in seconds."""
+
+    folder: Path
+    seconds: dict[str, float]
+
+
+def start_run(recipe: Recipe, path: Path, observer: Observer | None = None) -> RunResult:
+    """Run a recipe in a new folder. Ctrl-C ends it cleanly; :func:`resume_run` goes on."""
+    observer = observer or Silent()
+    model = locate_model(recipe.model, observer)
+    folder = RunFolder.create(path, recipe)
+    return asyncio.run(_run(folder, recipe, model, observer))
+
+
+def resume_run(path: Path, observer: Observer | None = None) -> RunResult:
+    """Go on with a run that was interrupted. Says from where; a finished run returns at once."""
+    observer = observer or Silent()
+    folder, recipe = RunFolder.open(path)
+    model = locate_model(recipe.model, observer)
+    return asyncio.run(_run(folder, recipe, model, observer))
+
+
+async def _run(folder: RunFolder, recipe: Recipe, model: Path, observer: Observer) -> RunResult:
+    folder.require_space()
+    ledger = Ledger.open(folder.ledger, digest=recipe.digest())
+    try:
+        done = [stage.name for stage in recipe.stages if ledger.stage_done(stage.name)]
+        start = folder.checkpoint(done[-1]) if done else model
+        if ledger.incarnation > 1:
+            where = f"after stage {done[-1]}" if done else "from the base model"
+            observer.note(f"resuming {folder.path} {where}")
+        async with _context(folder, recipe, start, ledger, observer) as ctx:
+            await _stages(ctx, model)
+        seconds = {stage.name: ledger.stage_seconds(stage.name) for stage in recipe.stages}
+        return RunResult(folder.path, seconds)
+    finally:
+        ledger.close()
+
+
+async def _stages(ctx: Context, model: Path) -> None:
+    current = model
+    count = ctx.recipe.evaluation.count
+    await _timed(ctx, "measure base", lambda: measure(ctx, "base", split="heldout", count=count))
+    for stage in ctx.recipe.stages:
+        previous, current = current, ctx.folder.checkpoint(stage.name)
+        if not ctx.ledger.stage_done(stage.name):
+            ctx.folder.require_space()
+            ctx.ledger.begin_stage(stage.name)
+            await STAGES[stage.type](ctx, stage, previous)
+            await ctx.trainer.save(current, resumable=False)
+            ctx.ledger.end_stage(stage.name)
+            ctx.observer.finish(stage.name, seconds=round(ctx.ledger.stage_seconds(stage.name), 1))
+            await ctx.sync_weights()
+        elif not ctx.ledger.stage_done(f"measure {stage.name}"):
+            await ctx.trainer.load(current, optimizer=False)
+            await ctx.sync_weights()
+        if stage.type != "reject":
+            await _timed(
+                ctx,
+                f"measure {stage.name}",
+                lambda name=stage.name: measure(ctx, name, split="heldout", count=count),
+            )
+
+
+async def _timed(ctx: Context, name: str, work: Callable[[], Awaitable[object]]) -> None:
+    if ctx.ledger.stage_done(name):
+        return
+    ctx.ledger.begin_stage(name)
+    await work()
+    ctx.ledger.end_stage(name)
+
+
+@asynccontextmanager
+async def _context(
+    folder: RunFolder, recipe: Recipe, start: Path, ledger: Ledger, observer: Observer
+) -> AsyncIterator[Context]:
+    """Start the roles and the pool; end them whatever happens, in bounded time."""
+    domains = {name: open_domain(name, recipe.domain_paths) for name in recipe.domains}
+    division = divide()
+    renderer = load_renderer(start)
+    cluster = LocalCluster(folder.path)
+    pool = Pool(recipe.sandbox.backend, warm=recipe.sandbox.warm, limit=recipe.sandbox.boxes)
+    metrics = MetricsWriter(folder.metrics)
+    verifying = BusyMeter()
+    observer.stage("start", None, "roles")
+    begun = time.monotonic()
+    try:
+        await pool.start()
+        weights = folder.path / "weights"
+        engine_role = Role(
+            "engine",
+            "lehr.engine.role:build",
+            {"model": str(start), **recipe.engine.model_dump(), "incarnation": ledger.incarnation},
+            threads=division.sampling.threads,
+        )
+        trainer_role = Role(
+            "trainer",
+            "lehr.train.role:build",
+            {"model": str(start), "publish_to": str(weights), "seed": recipe.seed},
+            threads=division.training.threads,
+        )
+        async with asyncio.TaskGroup() as starting:
+            engine_task = starting.create_task(cluster.start(engine_role))
+            trainer_task = starting.create_task(cluster.start(trainer_role))
+        engine_handle, trainer_handle = engine_task.result(), trainer_task.result()
+        engine = RemoteEngine(engine_handle)
+        agent = AgentLoop(engine, renderer, pool, context_tokens=context_tokens(start))
+        observer.finish("start", seconds=round(time.monotonic() - begun, 1))
+        yield Context(
+            recipe=recipe,
+            folder=folder,
+            ledger=ledger,
+            blobs=BlobStore(folder.blobs),
+            domains=domains,
+            renderer=renderer,
+            pool=pool,
+            engine_handle=engine_handle,
+            engine=engine,
+            trainer_handle=trainer_handle,
+            trainer=RemoteTrainer(trainer_handle),
+            runner=GroupRunner(agent, pool, meter=verifying),
+            verifying=verifying,
+            metrics=metrics,
+            observer=observer,
+            division=division,
+        )
+    finally:
+        await asyncio.shield(_close(cluster, pool, metrics))
+
+
+async def _close(cluster: LocalCluster, pool: Pool, metrics: MetricsWriter) -> None:
+    await cluster.close()
+    await pool.close()
+    metrics.close()
