@@ -31,8 +31,8 @@ class Rope(Config):
     """
 
     type: Literal["default", "linear", "llama3"] = "default"
-    theta: float = Field(10_000.0, gt=0)
-    factor: float = Field(1.0, gt=0)
+    theta: float = Field(default=10_000.0, gt=0)
+    factor: float = Field(default=1.0, gt=0)
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
@@ -50,9 +50,9 @@ class ModelConfig(Config):
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     head_size: int = Field(gt=0)
-    max_positions: int = Field(2048, gt=0)
+    max_positions: int = Field(default=2048, gt=0)
     """Longest sequence; where the family has a sliding window, at most that window."""
-    norm_eps: float = Field(1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
     rope: Rope = Rope()
     tied_head: bool = False
     """The head uses the weight of the embedding."""

@@ -10,6 +10,7 @@ Shape letters as in ``lehr.model.base``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -69,16 +70,21 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
         self.inverse_frequencies = inverse_frequencies(config.rope, config.head_size)
 
+    def blocks(self) -> Iterator[Layer]:
+        """Yield the layers in order."""
+        for layer in self.layers:
+            yield cast(Layer, layer)
+
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Return the hidden states after the final norm, ``[T, D]``."""
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
         x_TD = self.embed(tokens_T)
         cos, sin = angles(self.inverse_frequencies, positions_T, x_TD.dtype)
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.blocks()):
             qkv = layer.qkv(layer.attn_norm(x_TD)).unflatten(-1, (-1, config.head_size))
             turning, value_TKE = qkv.split((heads + kv_heads, kv_heads), dim=1)
-            if layer.q_norm is not None:
+            if layer.q_norm is not None and layer.k_norm is not None:
                 query, key = turning.split((heads, kv_heads), dim=1)
                 turning = torch.cat((layer.q_norm(query), layer.k_norm(key)), dim=1)
             query_THE, key_TKE = rotate(turning, cos, sin).split((heads, kv_heads), dim=1)
@@ -130,7 +136,7 @@ class Decoder(nn.Module):
     def _named_views(self) -> Iterator[tuple[str, Tensor]]:
         q, kv, inner = self.config.q_size, self.config.kv_size, self.config.intermediate_size
         yield "model.embed_tokens.weight", self.embed.weight
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.blocks()):
             base = f"model.layers.{number}"
             for ours, theirs, names, sizes in (
                 ("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
@@ -144,7 +150,7 @@ class Decoder(nn.Module):
                         yield f"{base}.{theirs}.{name}.{kind}", part
             yield f"{base}.input_layernorm.weight", layer.attn_norm.weight
             yield f"{base}.post_attention_layernorm.weight", layer.mlp_norm.weight
-            if layer.q_norm is not None:
+            if layer.q_norm is not None and layer.k_norm is not None:
                 yield f"{base}.self_attn.q_norm.weight", layer.q_norm.weight
                 yield f"{base}.self_attn.k_norm.weight", layer.k_norm.weight
         yield "model.norm.weight", self.norm.weight
