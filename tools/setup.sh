@@ -11,8 +11,8 @@ fail() { printf '\nerror: %s\n' "$*" >&2; exit 1; }
 
 python=${PYTHON:-}
 if [ -z "$python" ]; then
-  for name in python3.13 python3.12 python3.11 python3; do
-    if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  for name in python3 python3.11 python3.12 python3.13; do
+    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       python=$name
       break
     fi
