@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from lehr.core.errors import ConfigError
-from lehr.model.fetch import KNOWN, cached, fetch
+from lehr.model.fetch import MODELS, fetch, home, locate
+from lehr.model.tokenizer import ByteTokenizer, read_json
+from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.observer import Observer
+
+TINY = "tiny"
+"""A random model of a few layers with a byte tokenizer, built on the spot."""
 
 
 def locate_model(name: str, observer: Observer) -> Path:
-    """Return the folder of a named model (fetched if it is not cached yet) or of a local path.
+    """Return the folder of a model: ``tiny``, a named one (fetched if it is not here yet), a Hugging Face
+    folder, or a run folder, whose last finished stage is meant.
 
-    Raises ``UnknownName`` or ``ConfigError`` that says what is missing.
+    Raises ``UnknownName`` or ``ConfigError`` that says what is missing and what to type.
     """
-    if name in KNOWN:
-        found = cached(name)
-        if found is not None:
-            return found
-        observer.note(f"fetching {name}")
-        return fetch(name)
+    if name == TINY:
+        return _tiny()
+    if name in MODELS:
+        return fetch(name, observer.note)
     path = Path(name).expanduser()
-    if (path / "config.json").exists() and (path / "model.safetensors").exists():
-        return path.resolve()
-    known = ", ".join(sorted(KNOWN))
-    if path.exists():
-        raise ConfigError(f"{path} is not a model folder", expected="config.json and model.safetensors in it")
-    raise ConfigError(
-        f"no model {name!r}",
-        expected=f"one of {known}, or a Hugging Face folder",
-        hint="`lehr models fetch smollm2-135m` fetches the default one.",
-    )
+    if (path / "ledger.sqlite").exists():
+        return trained_model(path)
+    return locate(name)
+
+
+def trained_model(run: Path) -> Path:
+    """Return the checkpoint of the run's last finished stage that is not a control, or its base model."""
+    folder, recipe = RunFolder.open(run)
+    for stage in reversed(recipe.stages):
+        path = folder.checkpoint(stage.name)
+        if stage.type != "control" and (path / "config.json").exists():
+            return path
+    return locate(recipe.model)
 
 
 def context_tokens(folder: Path, limit: int = 4096) -> int:
     """Return the model's context length, at most ``limit`` tokens."""
-    config = json.loads((folder / "config.json").read_text())
-    return min(limit, int(config.get("max_position_embeddings", limit)))
+    return min(limit, int(read_json(folder / "config.json").get("max_position_embeddings", limit)))
+
+
+def _tiny() -> Path:
+    folder = home() / TINY
+    if not (folder / "model.safetensors").exists():
+        from lehr.model.checkpoint import save_checkpoint
+        from lehr.model.tiny import tiny_decoder
+
+        save_checkpoint(tiny_decoder(seed=0), ByteTokenizer(), folder)
+    return folder

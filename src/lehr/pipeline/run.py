@@ -25,6 +25,7 @@ from lehr.pipeline.metrics import BusyMeter, MetricsWriter
 from lehr.pipeline.models import context_tokens, locate_model
 from lehr.pipeline.observer import Observer, Silent
 from lehr.pipeline.recipe import Recipe
+from lehr.pipeline.sampler import engine_role
 from lehr.pipeline.stages.control import run_control
 from lehr.pipeline.stages.reject import run_reject
 from lehr.pipeline.stages.rl import run_rl
@@ -134,20 +135,15 @@ async def _context(
     try:
         await pool.start()
         weights = folder.path / "weights"
-        engine_role = Role(
-            "engine",
-            "lehr.engine.role:build",
-            {"model": str(start), **recipe.engine.model_dump(), "incarnation": ledger.incarnation},
-            threads=division.sampling.threads,
-        )
         trainer_role = Role(
             "trainer",
             "lehr.train.role:build",
             {"model": str(start), "publish_to": str(weights), "seed": recipe.seed},
             threads=division.training.threads,
         )
+        sampler = engine_role(start, recipe.engine, incarnation=ledger.incarnation)
         async with asyncio.TaskGroup() as starting:
-            engine_task = starting.create_task(cluster.start(engine_role))
+            engine_task = starting.create_task(cluster.start(sampler))
             trainer_task = starting.create_task(cluster.start(trainer_role))
         engine_handle, trainer_handle = engine_task.result(), trainer_task.result()
         engine = RemoteEngine(engine_handle)

@@ -1,0 +1,77 @@
+"""Measures any model on domains, outside a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lehr.core.task import Split
+from lehr.domains.catalogue import open_domain
+from lehr.evals.stats import wilson
+from lehr.evals.suite import Result, Suite, run_suite
+from lehr.pipeline.models import locate_model
+from lehr.pipeline.observer import Observer, Silent
+from lehr.pipeline.sampler import open_sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One domain's result: a pass rate with its 95 % Wilson interval, and how many could not be judged."""
+
+    domain: str
+    n: int
+    passed: int
+    low: float
+    high: float
+    invalid: int
+
+
+def evaluate_model(
+    model: str,
+    domains: Sequence[str],
+    *,
+    split: Split = "heldout",
+    count: int = 100,
+    seed: int = 0,
+    concurrency: int = 64,
+    domain_paths: Sequence[str] = (),
+    observer: Observer | None = None,
+) -> list[Row]:
+    """Return a row per domain for one greedy attempt at each of its first ``count`` tasks.
+
+    ``model`` is a name, a Hugging Face folder or a run folder (its last stage).
+    """
+    observer = observer or Silent()
+    suite = Suite({name: open_domain(name, domain_paths) for name in domains}, split, count, seed)
+    folder = locate_model(model, observer)
+    results = asyncio.run(_measure(folder, suite, concurrency, observer))
+    return [_row(name, [r for r in results if r.domain == name]) for name in domains]
+
+
+def _row(domain: str, results: Sequence[Result]) -> Row:
+    valid = [r for r in results if r.valid]
+    passed = sum(r.passed for r in valid)
+    low, high = wilson(passed, len(valid))
+    return Row(domain, len(valid), passed, low, high, len(results) - len(valid))
+
+
+async def _measure(model: Path, suite: Suite, concurrency: int, observer: Observer) -> list[Result]:
+    total = len(suite.cells())
+    observer.stage("start", None, "engine")
+    async with open_sampler(model) as sampler:
+        observer.stage("measure", total, "tasks")
+        finished = passed = 0
+
+        def on_result(result: Result) -> None:
+            nonlocal finished, passed
+            finished += 1
+            passed += result.passed
+            observer.advance(finished, total, passed=f"{passed / finished:.0%}")
+
+        results = await run_suite(
+            sampler.runner, suite, label="eval", concurrency=concurrency, on_result=on_result
+        )
+    observer.finish("measure")
+    return results
