@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lehr.model.chat import ChatRenderer
 from lehr.model.fetch import MODELS, fetch, home, locate
-from lehr.model.tokenizer import ByteTokenizer, read_json
+from lehr.model.tokenizer import ByteTokenizer, load_tokenizer, read_json
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.observer import Observer
 
@@ -39,6 +40,11 @@ def trained_model(run: Path) -> Path:
     return locate(recipe.model)
 
 
+def load_renderer(folder: Path) -> ChatRenderer:
+    """Return the chat renderer of a model folder."""
+    return ChatRenderer(load_tokenizer(folder))
+
+
 def context_tokens(folder: Path, limit: int = 4096) -> int:
     """Return the model's context length, at most ``limit`` tokens."""
     return min(limit, int(read_json(folder / "config.json").get("max_position_embeddings", limit)))
@@ -47,8 +53,9 @@ def context_tokens(folder: Path, limit: int = 4096) -> int:
 def _tiny() -> Path:
     folder = home() / TINY
     if not (folder / "model.safetensors").exists():
-        from lehr.model.checkpoint import save_checkpoint
+        from lehr.model.checkpoint import save_model
         from lehr.model.tiny import tiny_decoder
 
-        save_checkpoint(tiny_decoder(seed=0), ByteTokenizer(), folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        save_model(tiny_decoder(seed=0), folder, ByteTokenizer())
     return folder

@@ -16,13 +16,12 @@ from lehr.domains.catalogue import open_domain
 from lehr.engine.remote import RemoteEngine
 from lehr.ledger.blobs import BlobStore
 from lehr.ledger.store import Ledger
-from lehr.model.tokenizer import load_renderer
 from lehr.pipeline.context import Context
 from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.measure import measure
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
-from lehr.pipeline.models import context_tokens, locate_model
+from lehr.pipeline.models import context_tokens, load_renderer, locate_model
 from lehr.pipeline.observer import Observer, Silent
 from lehr.pipeline.recipe import Recipe
 from lehr.pipeline.sampler import engine_role

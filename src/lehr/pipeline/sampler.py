@@ -13,9 +13,8 @@ from lehr.cluster.base import Role
 from lehr.cluster.local import LocalCluster
 from lehr.engine.remote import RemoteEngine
 from lehr.model.base import Renderer
-from lehr.model.tokenizer import load_renderer
 from lehr.pipeline.cores import divide
-from lehr.pipeline.models import context_tokens
+from lehr.pipeline.models import context_tokens, load_renderer
 from lehr.pipeline.recipe import EngineConfig, SandboxConfig
 from lehr.rollout.agent import AgentLoop
 from lehr.rollout.group import GroupRunner

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lehr.core.batch import Batch
 from lehr.core.reward import Valid
 from lehr.core.trace import Sampling, Version
+from lehr.ledger.rows import ResumeView
 from lehr.pipeline.context import Context
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.records import keep_trace, load_group
@@ -74,7 +74,8 @@ class _RlRun:
         finally:
             self.dispatcher.stop()
             await asyncio.gather(dispatching, return_exceptions=True)
-            self._close_open_groups()
+        for group in ctx.ledger.open_groups(stage.name):
+            ctx.ledger.drop_group(group.id, "stage_over")
 
     async def _dispatch(self) -> None:
         try:
@@ -199,24 +200,17 @@ class _RlRun:
         return await self.ctx.runner.run(plan, keep)
 
     def _finish(self, group: Group) -> None:
-        self.ctx.ledger.complete_group(group.id)
         passed = sum(1 for m in group.valid if isinstance(m.reward, Valid) and m.reward.passed)
         seconds = sum(span.seconds for m in group.members for span in m.trace.spans)
         valid = len(group.valid)
         self.scheduler.record(Outcome(group.domain, passed, valid, len(group.members) - valid, seconds))
+        self.ctx.ledger.complete_group(group.id, scheduler=self.scheduler.state())
         self.recent.append(group)
         self.buffer.put(group)
 
     def _drop(self, group: Group, reason: DropReason) -> None:
         self.ctx.ledger.drop_group(group.id, reason)
         self.dispatcher.release()
-
-    def _close_open_groups(self) -> None:
-        """At a regular end of the stage, groups that were not trained on are dropped with that reason."""
-        if self.ctx.ledger.stage_interrupted:
-            return
-        for group in self.ctx.ledger.open_groups(self.stage.name):
-            self.ctx.ledger.drop_group(group.id, "stage_over")
 
     # ---- resume
 
@@ -249,7 +243,7 @@ class _RlRun:
         self._reopen(view, done)
         return done + 1
 
-    def _reopen(self, view: Any, done: int) -> None:
+    def _reopen(self, view: ResumeView, done: int) -> None:
         ctx, stage = self.ctx, self.stage
         ready = [g for g in view.open_groups if g.state == "complete"]
         for group in view.open_groups:
