@@ -1,0 +1,339 @@
+"""A box whose process 1 is our runner: one program at a time, shells beside it, files in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lehr.sandbox import collect, image, verdict
+from lehr.sandbox.base import ExecResult, ExecUsage, Spec
+from lehr.sandbox.channel import Answer, Channel, ChannelLost
+from lehr.sandbox.errors import Refused, SandboxError
+from lehr.sandbox.launch import Process
+from lehr.sandbox.shell import PipeShell
+from lehr.sandbox.streams import Capture, Feeder
+
+TICK_S = 0.05
+GRACE_S = 0.25
+OUTPUT_FACTOR = 64
+REFUSED_FORKS = 200
+
+
+class RunnerBox:
+    """Life cycle: made by a backend, used under one lease, destroyed. Broken ones answer ``broken``."""
+
+    def __init__(self, spec: Spec, process: Process, channel: Channel) -> None:
+        self.id = f"box-{secrets.token_hex(6)}"
+        self.spec = spec
+        self._process = process
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self._shells: list[PipeShell] = []
+        self._destroying: asyncio.Task[None] | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether the box no longer works."""
+        return self._channel.lost
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str = ".",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """Run a program to its end; see :meth:`lehr.sandbox.base.Box.exec`."""
+        if not argv or any("\0" in part for part in (*argv, cwd, *(env or {}), *(env or {}).values())):
+            raise SandboxError(f"cannot run {list(argv)!r}", expected="a program and arguments without NUL")
+        async with self._turn:
+            return await self._run(list(argv), stdin, env or {}, cwd, timeout_s)
+
+    async def _run(
+        self, argv: list[str], stdin: bytes, env: Mapping[str, str], cwd: str, timeout_s: float | None
+    ) -> ExecResult:
+        limits, loop = self.spec.limits, self._loop
+        wall_s = limits.wall_s if timeout_s is None else min(timeout_s, limits.wall_s)
+        with contextlib.ExitStack() as ends:
+            out_read, out_write = pipe(ends)
+            err_read, err_write = pipe(ends)
+            in_read, in_write = pipe(ends) if stdin else (os.open("/dev/null", os.O_RDONLY), -1)
+            ends.callback(close_quietly, in_read)
+            meter = Meter(self._process)
+            number, answer = self._channel.expect()
+            watch = Watch(self, number, meter, wall_s)
+            started = loop.time()
+            request = {
+                "op": "exec", "id": number, "argv": argv, "cwd": cwd, "env": {**image.ENVIRONMENT, **env},
+                "rlimits": self.rlimits(),
+            }  # fmt: skip
+            captures: list[Capture] = []
+            feeder: Feeder | None = None
+            try:
+                await self._channel.send(request, (in_read, out_write, err_write))
+                for fd in (in_read, out_write, err_write):
+                    close_quietly(fd)
+                ends.pop_all()
+                for fd in (out_read, err_read, in_write):
+                    if fd >= 0:
+                        os.set_blocking(fd, False)
+                captures = [Capture(loop, fd, limits.output_bytes) for fd in (out_read, err_read)]
+                feeder = Feeder(loop, in_write, stdin) if stdin else None
+                watch.start(captures)
+                header = (await answer).header
+                if not self._shells and not header.get("alive"):
+                    await asyncio.wait([c.ended for c in captures], timeout=GRACE_S)
+            except ChannelLost:
+                header = {}
+            except asyncio.CancelledError:
+                watch.end("cancelled")
+                await asyncio.shield(asyncio.wait([answer], timeout=1.0))
+                if not answer.done():
+                    self._process.kill()
+                    self._channel.close()
+                raise
+            finally:
+                watch.stop()
+                if feeder:
+                    feeder.close()
+                for capture in captures:
+                    capture.drain()
+                    capture.close()
+                if answer.done() and not answer.cancelled():
+                    answer.exception()
+        wall = loop.time() - started
+        (stdout, cut), (stderr, cut_err) = (c.take() for c in captures) if captures else ((b"", False),) * 2
+        return self._result(header, watch.reason, meter, wall, wall_s, (stdout, stderr), cut or cut_err)
+
+    def _result(
+        self, header: dict[str, Any], reason: str, meter: Meter, wall: float, wall_s: float,
+        output: tuple[bytes, bytes], truncated: bool,
+    ) -> ExecResult:  # fmt: skip
+        usage = meter.usage(header, wall)
+        stdout, stderr = output
+        if not header and reason not in ("wall", "cpu", "output", "pids"):
+            detail = "the box stopped working while the program ran"
+            return ExecResult("broken", None, stdout, stderr, truncated, None, usage, detail)
+        if "error" in header:
+            detail = f"the box could not start it: {header['error']}"
+            return ExecResult("broken", None, stdout, stderr, truncated, None, usage, detail)
+        if header.get("alive"):
+            self._process.kill()
+            self._channel.close()
+        signs = verdict.Signs(
+            status=header.get("status", -9),
+            ended_by=reason or header.get("ended_by", ""),
+            full=header.get("full", False),
+            refused_pids=meter.refused_pids(),
+            oom_kills=meter.oom_kills(),
+            limited=self._process.group is not None,
+            peak_bytes=usage.peak_bytes,
+            peak_pids=usage.peak_pids,
+            stderr=stderr,
+        )
+        word, code, number, detail = verdict.name(signs, self.spec.limits, wall_s)
+        return ExecResult(word, code, stdout, stderr, truncated, number, usage, detail)
+
+    def rlimits(self) -> dict[str, tuple[int, int]]:
+        """Return the limits of each single process, a second line behind cgroups or the first without."""
+        limits = self.spec.limits
+        cpu = math.ceil(limits.cpu_s)
+        table = {
+            "CORE": (0, 0),
+            "NOFILE": (1024, 1024),
+            "FSIZE": (limits.disk_bytes, limits.disk_bytes),
+            "MEMLOCK": (65536, 65536),
+            "CPU": (cpu, cpu + 1),
+            "RTPRIO": (0, 0),
+            "NICE": (0, 0),
+            "MSGQUEUE": (0, 0),
+        }
+        if self._process.group is None:
+            table["AS"] = (limits.memory_bytes, limits.memory_bytes)
+            table["NPROC"] = (limits.pids + 1, limits.pids + 1)
+        return table
+
+    def interrupt(self, number: int, *, children: bool = False) -> None:
+        """Ask the runner to end an exec; if it cannot, end the box."""
+        request = {"op": "kill", "id": 0, "target": number, "children": children}
+        if not self._channel.send_now(request):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """End the box at once: it did not obey."""
+        self._process.kill()
+        self._channel.close()
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a regular file; see the protocol."""
+        async with self._turn:
+            await self._ask({"op": "write", "path": path, "mode": 0o644}, path, data)
+
+    async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
+        """Return a regular file's content; see the protocol."""
+        async with self._turn:
+            answer = await self._ask({"op": "open", "path": path}, path)
+        try:
+            return collect.take(answer.fds[0], path, limit_bytes)
+        finally:
+            for fd in answer.fds:
+                os.close(fd)
+
+    async def tree(
+        self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
+    ) -> Mapping[str, bytes | None]:
+        """Return every regular file below ``path`` and each folder; see the protocol."""
+        request = {"op": "tree", "path": path, "limit_files": limit_files, "limit_bytes": limit_bytes}
+        async with self._turn:
+            answer = await self._ask(request, path)
+        try:
+            return collect.unpack(answer.fds[0], [(name, size) for name, size in answer.header["entries"]])
+        finally:
+            for fd in answer.fds:
+                os.close(fd)
+
+    async def _ask(self, request: dict[str, Any], path: str, payload: bytes = b"") -> Answer:
+        if "\0" in path:
+            raise Refused(f"cannot use the path {path!r}", expected="a path without NUL")
+        try:
+            async with asyncio.timeout(10.0):
+                answer = await self._channel.ask(request, payload)
+        except TimeoutError as error:
+            self.give_up()
+            raise SandboxError(f"the box did not answer when asked to {request['op']} {path}") from error
+        if "error" in answer.header:
+            raise Refused(f"cannot {request['op']} {path} in the box: {answer.header['error']}")
+        return answer
+
+    async def shell(self) -> PipeShell:
+        """Start a persistent shell in the working folder."""
+        shell = await PipeShell.start(self, self._channel, self.spec.limits, lambda: Meter(self._process))
+        self._shells.append(shell)
+        return shell
+
+    def forget(self, shell: PipeShell) -> None:
+        """Called by a shell that ended."""
+        if shell in self._shells:
+            self._shells.remove(shell)
+
+    async def destroy(self) -> None:
+        """Kill everything in the box and remove what it wrote. Idempotent and bounded in time."""
+        if self._destroying is None:
+            self._destroying = self._loop.create_task(self._destroy())
+        await asyncio.shield(self._destroying)
+
+    async def _destroy(self) -> None:
+        self._process.kill()
+        self._channel.close()
+        await self._process.gone()
+
+
+class Meter:
+    """Differences of a box's counters over one exec."""
+
+    def __init__(self, process: Process) -> None:
+        self._group = group = process.group
+        self._cpu_s = group.cpu_s() if group else None
+        self._refused = group.refused_pids() if group else 0
+        self._ooms = group.oom_kills() if group else 0
+        self._bytes = group.memory_now() if group else 0
+        if group:
+            group.reset_peak()
+
+    @property
+    def limited(self) -> bool:
+        """Whether a cgroup holds the limits."""
+        return self._group is not None
+
+    def cpu_s(self) -> float | None:
+        """CPU seconds since the start, or None where only the runner knows."""
+        now = self._group.cpu_s() if self._group else None
+        return None if now is None or self._cpu_s is None else now - self._cpu_s
+
+    def refused_pids(self) -> int:
+        """Forks refused since the start."""
+        return self._group.refused_pids() - self._refused if self._group else 0
+
+    def oom_kills(self) -> int:
+        """Processes ended for want of memory since the start."""
+        return self._group.oom_kills() - self._ooms if self._group else 0
+
+    def usage(self, header: Mapping[str, Any], wall_s: float) -> ExecUsage:
+        """Return what the exec used, from the cgroup and from the runner's report."""
+        cpu_s = self.cpu_s()
+        peak = self._group.memory_peak() - self._bytes if self._group else 0
+        return ExecUsage(
+            wall_s=wall_s,
+            cpu_s=header.get("cpu_s", 0.0) if cpu_s is None else cpu_s,
+            peak_bytes=max(peak, header.get("peak_bytes", 0) if not self._group else 0),
+            peak_pids=header.get("peak_pids", 0),
+        )
+
+
+class Watch:
+    """Ends one exec when a limit that the host keeps is passed. The first reason stands."""
+
+    def __init__(self, box: RunnerBox, number: int, meter: Meter, wall_s: float) -> None:
+        self._box = box
+        self._number = number
+        self._meter = meter
+        self._wall_s = wall_s
+        self._captures: list[Capture] = []
+        self._timers: list[asyncio.TimerHandle] = []
+        self.reason = ""
+
+    def start(self, captures: list[Capture]) -> None:
+        """Begin to count."""
+        self._captures = captures
+        self._after(self._wall_s, lambda: self.end("wall"))
+        self._after(TICK_S, self._tick)
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, act))
+
+    def _tick(self) -> None:
+        limits = self._box.spec.limits
+        cpu_s = self._meter.cpu_s()
+        if cpu_s is not None and cpu_s > limits.cpu_s:
+            self.end("cpu")
+        elif any(c.total > OUTPUT_FACTOR * limits.output_bytes for c in self._captures):
+            self.end("output")
+        elif self._meter.refused_pids() > REFUSED_FORKS:
+            self.end("pids")
+        else:
+            self._timers = [timer for timer in self._timers if not timer.cancelled()][:1]
+            self._after(TICK_S, self._tick)
+
+    def end(self, reason: str) -> None:
+        """End the exec; the box with it if it does not obey in time."""
+        if not self.reason:
+            self.reason = reason
+            self._box.interrupt(self._number)
+            self._after(GRACE_S, self._box.give_up)
+
+    def stop(self) -> None:
+        """The exec is over."""
+        for timer in self._timers:
+            timer.cancel()
+
+
+def pipe(ends: contextlib.ExitStack) -> tuple[int, int]:
+    """Return a pipe whose ends are closed with ``ends``."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    ends.callback(close_quietly, read)
+    ends.callback(close_quietly, write)
+    return read, write
+
+
+def close_quietly(fd: int) -> None:
+    """Close a descriptor that may be closed already."""
+    with contextlib.suppress(OSError):
+        os.close(fd)

@@ -1,0 +1,206 @@
+"""The default backend: bubblewrap, a libseccomp filter, and cgroups where this host lets us write them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import secrets
+import shutil
+import socket
+import struct
+import warnings
+from pathlib import Path
+
+from lehr.core.errors import HostUnfit, MissingDependency
+from lehr.sandbox import cgroup, image, seccomp
+from lehr.sandbox.base import BACKENDS, Spec
+from lehr.sandbox.box import RunnerBox
+from lehr.sandbox.channel import Channel, ChannelLost
+from lehr.sandbox.launch import PATH, Process
+
+BOOT = (
+    "import socket,struct;s=socket.socket(fileno=%d);n=struct.unpack('!I',s.recv(4,256))[0];"
+    "exec(compile(s.recv(n,256),'runner','exec'),{'CONTROL':s.detach(),'__name__':'runner'})"
+)
+FIRST_UID, UIDS = 0x7000_0000, 1 << 24
+"""Host user numbers of boxes when started by root: beyond every range that systemd or subuid hand out."""
+READY_S = 20.0
+NAMESPACES = (
+    "--unshare-user",
+    "--unshare-ipc",
+    "--unshare-pid",
+    "--unshare-net",
+    "--unshare-uts",
+    "--unshare-cgroup-try",
+)
+RIGHTS = ("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP", "--cap-add", "CAP_SYS_RESOURCE")
+"""Inside the box's own user namespace, for the runner's set-up alone; it drops them before serving."""
+
+
+class Unlimited(UserWarning):
+    """Cgroups cannot be written: rlimits stand in."""
+
+
+@functools.cache
+def source() -> bytes:
+    """Return the runner's source."""
+    return Path(__file__).with_name("runner.py").read_bytes()
+
+
+class BwrapBackend:
+    """Makes boxes with bubblewrap. As root each box runs as an unprivileged user number of its own.
+
+    limited: False never uses cgroups; None uses them where they can be written.
+    """
+
+    name = "bwrap"
+
+    def __init__(self, *, limited: bool | None = None) -> None:
+        self._limited = limited
+        self._boxes: set[RunnerBox] = set()
+
+    def _places(self) -> cgroup.Places | None:
+        if self._limited is False:
+            return None
+        places = cgroup.find()
+        if places.usable:
+            return places
+        _warn_unlimited("; ".join(f"{name}: {why}" for name, why in sorted(places.lacking.items())))
+        return None
+
+    async def create(self, spec: Spec) -> RunnerBox:
+        """Make a fresh box, or raise ``MissingDependency`` / ``HostUnfit`` with the next step."""
+        program = shutil.which("bwrap", path=PATH)
+        if program is None:
+            raise MissingDependency(
+                "bubblewrap (bwrap) is not installed", hint="Install it: `apt-get install bubblewrap`"
+            )
+        python = image.system_python()
+        if python is None:
+            raise MissingDependency(
+                "no python3 in the system folders that a box may see",
+                expected="/usr/bin/python3",
+                hint="Install it: `apt-get install python3`",
+            )
+        if spec.image != "host":
+            raise HostUnfit(f"the bwrap backend has no image {spec.image!r}", expected="image 'host'")
+        rules = seccomp.program()
+        places = self._places()
+        group = cgroup.Group(places, spec.limits) if places else None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as opened:
+            opened.callback(theirs.close)
+            fds, files = etc_files(opened)
+            argv = self._argv(program, python, files, theirs.fileno())
+            try:
+                process = Process(argv, group, [*fds, theirs.fileno()])
+            except BaseException:
+                ours.close()
+                if group:
+                    group.remove()
+                raise
+        channel = Channel(loop, ours)
+        try:
+            await self._wait_ready(channel, spec, rules, limited=group is not None)
+        except BaseException as error:
+            process.kill()
+            channel.close()
+            await asyncio.shield(process_gone := loop.create_task(process.gone()))
+            del process_gone
+            if isinstance(error, ChannelLost | TimeoutError):
+                raise unfit(process) from error
+            raise
+        process.adopt()
+        box = RunnerBox(spec, process, channel)
+        self._boxes.add(box)
+        process.ended.add_done_callback(lambda _: self._boxes.discard(box))
+        return box
+
+    def _argv(self, program: str, python: str, files: list[str], control: int) -> list[str]:
+        argv: list[str] = []
+        if os.geteuid() == 0:
+            uid = str(FIRST_UID + secrets.randbelow(UIDS))
+            argv = ["/usr/bin/setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
+        argv += [
+            program,
+            "--info-fd",
+            "INFO",
+            *NAMESPACES,
+            "--uid",
+            "1000",
+            "--gid",
+            "1000",
+            "--hostname",
+            "box",
+        ]
+        argv += ["--new-session", "--die-with-parent", "--as-pid-1", "--clearenv", *RIGHTS]
+        argv += [*image.arguments(), *files, "--remount-ro", "/"]
+        return [*argv, "--", python, "-I", "-S", "-c", BOOT % control]
+
+    async def _wait_ready(self, channel: Channel, spec: Spec, rules: bytes, *, limited: bool) -> None:
+        limits = spec.limits
+        _, ready = channel.expect(0)
+        text = source()
+        config = {
+            "id": 0,
+            "filter": rules.hex(),
+            "watch": not limited,
+            "disk_bytes": limits.disk_bytes,
+            "inodes": limits.inodes,
+            "memory_bytes": limits.memory_bytes,
+            "cpu_s": limits.cpu_s,
+        }
+        async with asyncio.timeout(READY_S):
+            await channel.send_raw(struct.pack("!I", len(text)) + text)
+            await channel.send(config)
+            answer = await ready
+        if "error" in answer.header:
+            raise HostUnfit(
+                f"cannot finish the box: {answer.header['error']}",
+                expected="a kernel that lets a user namespace mount tmpfs",
+                hint="Run `lehr doctor` for the mend",
+            )
+
+    async def close(self) -> None:
+        """Destroy every box that is left."""
+        await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
+
+
+@functools.cache
+def _warn_unlimited(why: str) -> None:
+    warnings.warn(
+        f"cgroups cannot be written here ({why}); boxes are limited by rlimits instead, which count each "
+        "process by itself. `lehr doctor` names the command that mends it.",
+        Unlimited,
+        stacklevel=2,
+    )
+
+
+def etc_files(opened: contextlib.ExitStack) -> tuple[list[int], list[str]]:
+    """Return descriptors of the made-up files of ``/etc`` and the arguments that place them."""
+    fds: list[int] = []
+    args: list[str] = []
+    for path, data in image.ETC_FILES:
+        fd = os.memfd_create("etc")
+        opened.callback(os.close, fd)
+        os.write(fd, data)
+        os.lseek(fd, 0, os.SEEK_SET)
+        fds.append(fd)
+        args += ["--perms", "0444", "--ro-bind-data", str(fd), path]
+    return fds, args
+
+
+def unfit(process: Process) -> HostUnfit:
+    """Return the error for a box that did not come up."""
+    said = process.errors_kept or "it ended without a word"
+    hint = "Run `lehr doctor` for what is missing and the command that mends it"
+    if "namespace" in said or "uid map" in said or "Operation not permitted" in said:
+        hint = "User namespaces seem to be forbidden here; " + hint[0].lower() + hint[1:]
+    return HostUnfit(f"bubblewrap could not make a box: {said}", hint=hint)
+
+
+if "bwrap" not in list(BACKENDS):
+    BACKENDS.register("bwrap", BwrapBackend)

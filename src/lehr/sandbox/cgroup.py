@@ -1,0 +1,330 @@
+"""Control groups: where this host lets boxes be limited, and one group per box.
+
+Version 1, version 2 and hybrid hosts look alike from outside: :func:`find` returns where new groups may be
+made for each controller, :class:`Group` is the set of folders of one box. A folder's name carries its
+owner's process, so that what a killed owner left behind is found by :func:`sweep`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lehr.sandbox.base import Limits
+
+NEEDED = ("memory", "pids")
+WANTED = ("memory", "pids", "cpu", "cpuacct")
+ALLOWANCE_BYTES = 24 << 20
+"""Memory of the box's own two processes, on top of what the program may use."""
+OWN_PIDS = 3
+"""bubblewrap outside, the runner inside, and room for one that is being reaped."""
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder in which groups for one controller can be made."""
+
+    version: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where this process may make groups.
+
+    controllers: by name, those it may use. kill: a version 2 folder whose groups have ``cgroup.kill``.
+    lacking: by controller, why it cannot be used.
+    """
+
+    version: str
+    controllers: Mapping[str, Place] = field(default_factory=dict[str, Place])
+    kill: Place | None = None
+    lacking: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def usable(self) -> bool:
+        """Whether memory and processes can be limited."""
+        return all(name in self.controllers for name in NEEDED)
+
+
+def mounts(text: str) -> list[tuple[str, str, str, str]]:
+    """Return (kind, root, mount point, options) of each cgroup mount in a ``mountinfo``."""
+    found: list[tuple[str, str, str, str]] = []
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _source, options = (right.split(" ", 2) + ["", ""])[:3]
+        if kind in ("cgroup", "cgroup2"):
+            fields = left.split()
+            found.append((kind, fields[3], fields[4].replace("\\040", " "), options))
+    return found
+
+
+def own_paths(text: str) -> dict[str, str]:
+    """Return this process's path per version 1 controller, and under ``""`` for version 2."""
+    paths: dict[str, str] = {}
+    for line in text.splitlines():
+        _, names, path = line.split(":", 2)
+        for name in names.split(","):
+            paths[name] = path
+    return paths
+
+
+def _below(root: str, point: str, path: str) -> Path:
+    inner = path[len(root) :] if root != "/" and path.startswith(root) else path
+    return Path(point) / inner.lstrip("/") if root == "/" or path.startswith(root) else Path(point)
+
+
+@functools.cache
+def find() -> Places:
+    """Look at this host once. Removes what dead owners left behind."""
+    text = Path("/proc/self/mountinfo").read_text()
+    paths = own_paths(Path("/proc/self/cgroup").read_text())
+    controllers: dict[str, Place] = {}
+    lacking: dict[str, str] = {}
+    kill: Place | None = None
+    kinds: set[str] = set()
+    for kind, root, point, options in mounts(text):
+        if kind == "cgroup2":
+            here = _below(root, point, paths.get("", "/"))
+            offered = _words(here / "cgroup.controllers")
+            if set(offered) & set(WANTED):
+                kinds.add("v2")
+                parent, why = _delegated(here)
+                for name in set(offered) & set(WANTED):
+                    if parent and name in _words(parent / "cgroup.subtree_control"):
+                        controllers[name] = Place(2, parent)
+                    else:
+                        lacking[name] = why or f"{name} is not delegated below {here}"
+                if parent:
+                    kill = Place(2, parent)
+            elif _may_make(here):
+                kill = Place(2, here)
+            continue
+        for name in set(options.split(",")) & set(WANTED):
+            kinds.add("v1")
+            here = _below(root, point, paths.get(name, "/"))
+            if _may_make(here):
+                controllers[name] = Place(1, here)
+            else:
+                lacking[name] = f"{here} cannot be written by this user"
+    for name in NEEDED:
+        if name not in controllers:
+            lacking.setdefault(name, "this host has no such controller mounted")
+    version = "hybrid" if kinds == {"v1", "v2"} or ("v1" in kinds and kill) else next(iter(kinds), "none")
+    places = Places(version, controllers, kill, lacking)
+    sweep(places)
+    return places
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _may_make(folder: Path) -> bool:
+    probe = folder / f"{_owner()}-probe{next(_numbers)}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _delegated(here: Path) -> tuple[Path | None, str]:
+    """Return a version 2 folder whose children have controllers, preparing it where that is allowed."""
+    for folder in (here, here.parent):
+        if set(NEEDED) <= set(_words(folder / "cgroup.subtree_control")) and _may_make(folder):
+            return folder, ""
+    if not _may_make(here):
+        return None, f"{here} is not delegated to this user"
+    try:
+        members = [int(pid) for pid in _words(here / "cgroup.procs")]
+        if members:
+            if members != [os.getpid()]:
+                return None, f"{here} holds other processes; start lehr in a scope of its own"
+            leaf = here / f"{_owner()}-main"
+            leaf.mkdir(exist_ok=True)
+            (leaf / "cgroup.procs").write_text(str(os.getpid()))
+        wanted = [f"+{name}" for name in _words(here / "cgroup.controllers") if name in WANTED]
+        (here / "cgroup.subtree_control").write_text(" ".join(wanted))
+    except OSError as error:
+        return None, f"{here} cannot be prepared: {error.strerror}"
+    return here, ""
+
+
+def _start_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+@functools.cache
+def _namespace() -> str:
+    return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+
+
+def _owner() -> str:
+    return f"lehr-{_namespace()}-{os.getpid()}-{_start_of(os.getpid())}"
+
+
+def sweep(places: Places) -> int:
+    """Kill and remove groups whose owner no longer lives; return how many."""
+    folders = {place.folder for place in places.controllers.values()}
+    folders |= {places.kill.folder} if places.kill else set()
+    removed = 0
+    for folder in folders:
+        for orphan in folder.glob(f"lehr-{_namespace()}-*"):
+            pid, start = orphan.name.split("-")[2:4]
+            if _start_of(int(pid)) != start:
+                _kill_members(orphan)
+                removed += _remove(orphan)
+    return removed
+
+
+def _kill_members(folder: Path, limit_s: float = 1.0) -> None:
+    try:
+        (folder / "cgroup.kill").write_text("1")
+    except OSError:
+        end = time.monotonic() + limit_s
+        while (members := _words(folder / "cgroup.procs")) and time.monotonic() < end:
+            for pid in members:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.001)
+
+
+def _remove(folder: Path) -> bool:
+    for _ in range(50):
+        try:
+            folder.rmdir()
+            return True
+        except FileNotFoundError:
+            return True
+        except OSError:
+            time.sleep(0.002)
+    return False
+
+
+class Group:
+    """The control group of one box. Made before the box, removed after it."""
+
+    def __init__(self, places: Places, limits: Limits) -> None:
+        name = f"{_owner()}-{next(_numbers)}"
+        self._v1: dict[str, Path] = {}
+        self._v2: dict[str, Path] = {}
+        for controller, place in places.controllers.items():
+            (self._v1 if place.version == 1 else self._v2)[controller] = place.folder / name
+        self._kill = places.kill.folder / name if places.kill else None
+        self.folders = list(dict.fromkeys([*self._v1.values(), *self._v2.values()]))
+        if self._kill and self._kill not in self.folders:
+            self.folders.append(self._kill)
+        try:
+            for folder in self.folders:
+                folder.mkdir()
+            self._limit(limits)
+        except OSError:
+            self.remove()
+            raise
+
+    def _limit(self, limits: Limits) -> None:
+        memory = str(limits.memory_bytes + ALLOWANCE_BYTES)
+        pids = str(limits.pids + OWN_PIDS)
+        period = 100_000
+        quota = int(limits.cpu * period)
+        if v1 := self._v1.get("memory"):
+            (v1 / "memory.limit_in_bytes").write_text(memory)
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                (v1 / "memory.memsw.limit_in_bytes").write_text(memory)
+        if v2 := self._v2.get("memory"):
+            (v2 / "memory.max").write_text(memory)
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                (v2 / "memory.swap.max").write_text("0")
+        if folder := self._v1.get("pids") or self._v2.get("pids"):
+            (folder / "pids.max").write_text(pids)
+        if v1 := self._v1.get("cpu"):
+            with contextlib.suppress(FileNotFoundError):
+                (v1 / "cpu.cfs_quota_us").write_text(str(quota))
+        if v2 := self._v2.get("cpu"):
+            (v2 / "cpu.max").write_text(f"{quota} {period}")
+
+    @property
+    def doors(self) -> list[str]:
+        """The files into which a process writes 0 to join."""
+        return [str(folder / "cgroup.procs") for folder in self.folders]
+
+    def cpu_s(self) -> float | None:
+        """CPU seconds of everything that ran in the group, or None where nobody counts them."""
+        if v1 := self._v1.get("cpuacct"):
+            return _number(v1 / "cpuacct.usage") / 1e9
+        if v2 := self._v2.get("cpu"):
+            return _table(v2 / "cpu.stat").get("usage_usec", 0) / 1e6
+        return None
+
+    def oom_kills(self) -> int:
+        """Processes that the kernel ended for want of memory."""
+        if v1 := self._v1.get("memory"):
+            return _table(v1 / "memory.oom_control").get("oom_kill", 0)
+        if v2 := self._v2.get("memory"):
+            return _table(v2 / "memory.events").get("oom_kill", 0)
+        return 0
+
+    def refused_pids(self) -> int:
+        """Forks that the limit refused."""
+        folder = self._v1.get("pids") or self._v2.get("pids")
+        return _table(folder / "pids.events").get("max", 0) if folder else 0
+
+    def memory_now(self) -> int:
+        """Bytes charged now."""
+        if v1 := self._v1.get("memory"):
+            return _number(v1 / "memory.usage_in_bytes")
+        if v2 := self._v2.get("memory"):
+            return _number(v2 / "memory.current")
+        return 0
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of peak memory, where the kernel can."""
+        if v1 := self._v1.get("memory"):
+            (v1 / "memory.max_usage_in_bytes").write_text("0")
+
+    def memory_peak(self) -> int:
+        """Most bytes ever charged (version 1: since the last reset)."""
+        if v1 := self._v1.get("memory"):
+            return _number(v1 / "memory.max_usage_in_bytes")
+        if v2 := self._v2.get("memory"):
+            return _number(v2 / "memory.peak")
+        return 0
+
+    def kill(self) -> None:
+        """End every process of the group at once where ``cgroup.kill`` exists, else one by one."""
+        _kill_members(self._kill or self.folders[0])
+
+    def remove(self) -> bool:
+        """Remove the folders. False if something still lives in one of them."""
+        return all([_remove(folder) for folder in self.folders])
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _table(path: Path) -> dict[str, int]:
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+        return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+    except OSError:
+        return {}

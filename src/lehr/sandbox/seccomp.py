@@ -1,0 +1,73 @@
+"""The system call filter of a box, built with libseccomp and handed over as a BPF program.
+
+What a program for a task needs is allowed; what widens the kernel's attack surface or reaches outside the
+box is refused: mounts, namespaces, tracing, bpf, io_uring, keyrings, modules, clocks, exotic sockets.
+Another calling convention than the machine's own (32-bit, x32) ends the program.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+
+from lehr.core.errors import MissingDependency
+
+DENIED = ["mount", "umount", "umount2", "pivot_root", "chroot", "unshare", "setns", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "fspick", "mount_setattr", "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register", "keyctl", "add_key", "request_key", "open_by_handle_at", "name_to_handle_at", "init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "swapon", "swapoff", "acct", "quotactl", "quotactl_fd", "syslog", "iopl", "ioperm", "settimeofday", "clock_settime", "clock_settime64", "clock_adjtime", "clock_adjtime64", "adjtimex", "stime", "mbind", "set_mempolicy", "move_pages", "migrate_pages", "uselib", "vm86", "vm86old", "modify_ldt", "lookup_dcookie", "nfsservctl", "sethostname", "setdomainname", "fanotify_init", "vhangup", "mknodat", "mknod", "_sysctl", "sysfs", "ustat", "process_mrelease", "memfd_secret", "sched_setscheduler", "sched_setattr", "ioprio_set"]
+"""Refused with EPERM."""
+
+NEWER = {"quotactl_fd": 443, "process_mrelease": 448, "memfd_secret": 447, "mount_setattr": 442}
+"""Calls that an older libseccomp has no name for; they have one number on every architecture."""
+NUMBERED = (457, 458, 467)
+"""statmount, listmount, open_tree_attr."""
+
+NAMESPACE_FLAGS = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+
+
+@functools.cache
+def program() -> bytes:
+    """Return the filter as BPF instructions, or raise ``MissingDependency`` where libseccomp is absent."""
+    try:
+        import pyseccomp as sc
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MissingDependency(
+            f"cannot load libseccomp: {error}",
+            hint="Install it: `apt-get install libseccomp2` and `pip install pyseccomp`",
+        ) from error
+    refuse, absent = sc.ERRNO(errno.EPERM), sc.ERRNO(errno.ENOSYS)
+    rules = sc.SyscallFilter(sc.ALLOW)
+    for name in DENIED:
+        number = _number(name)
+        if number is not None:
+            rules.add_rule(refuse, number)
+    for number in NUMBERED:
+        rules.add_rule(refuse, number)
+    rules.add_rule(absent, "clone3")
+    for flag in NAMESPACE_FLAGS:
+        rules.add_rule(refuse, "clone", sc.Arg(0, sc.MASKED_EQ, flag, flag))
+    for request in (TIOCSTI, TIOCLINUX):
+        rules.add_rule(refuse, "ioctl", sc.Arg(1, sc.MASKED_EQ, 0xFFFFFFFF, request))
+    rules.add_rule(refuse, "personality", sc.Arg(0, sc.NE, 0))
+    rules.add_rule(refuse, "prlimit64", sc.Arg(0, sc.NE, 0))
+    for family in range(AF_INET + 1, AF_INET6):
+        rules.add_rule(sc.ERRNO(errno.EAFNOSUPPORT), "socket", sc.Arg(0, sc.EQ, family))
+    rules.add_rule(sc.ERRNO(errno.EAFNOSUPPORT), "socket", sc.Arg(0, sc.GT, AF_INET6))
+    descriptor = os.memfd_create("filter")
+    with os.fdopen(descriptor, "w+b") as handle:
+        rules.export_bpf(handle)
+        handle.seek(0)
+        return handle.read()
+
+
+def _number(name: str) -> int | str | None:
+    import pyseccomp as sc
+
+    try:
+        number = sc.resolve_syscall(sc.system_arch(), name)
+    except (ValueError, OSError):
+        number = -1
+    if number == -1:
+        return NEWER.get(name)
+    return name if number >= 0 else None

@@ -1,0 +1,200 @@
+"""A persistent shell in a box: commands go in on one pipe, statuses come out on another.
+
+The shell runs each command with both pipes closed, so that nothing that it starts can read the next command
+or write a status. Every status carries the number drawn for its command; any other is ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lehr.sandbox import image, verdict
+from lehr.sandbox.base import ExecResult, Limits
+from lehr.sandbox.channel import Answer, Channel, ChannelLost
+from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.streams import Capture, Feeder
+
+if TYPE_CHECKING:
+    from lehr.sandbox.box import Meter, RunnerBox
+
+LOOP = (
+    "while IFS= read -r -d '' -u 8 __n && IFS= read -r -d '' -u 8 __c; do "
+    'eval "$__c" 8<&- 9>&-; printf "%s %s\\n" "$__n" "$?" >&9; done'
+)
+TICK_S = 0.05
+GRACE_S = 0.3
+OUTPUT_FACTOR = 64
+
+
+class PipeShell:
+    """bash over pipes. Life cycle: started by ``box.shell()``, ended by :meth:`close` or by its command."""
+
+    def __init__(
+        self, box: RunnerBox, number: int, answer: asyncio.Future[Answer], limits: Limits, fds: tuple[int, ...],
+        meter: Callable[[], Meter],
+    ) -> None:  # fmt: skip
+        self._box = box
+        self._number = number
+        self._answer = answer
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        out, err, self._commands, self._statuses = fds
+        self._streams = (
+            Capture(self._loop, out, limits.output_bytes),
+            Capture(self._loop, err, limits.output_bytes),
+        )
+        self._meter = meter
+        self._turn = asyncio.Lock()
+        self._nonce = ""
+        self._status: asyncio.Future[int] = self._loop.create_future()
+        self._heard = bytearray()
+        self._open = True
+        self._loop.add_reader(self._statuses, self._on_status)
+
+    @classmethod
+    async def start(
+        cls, box: RunnerBox, channel: Channel, limits: Limits, meter: Callable[[], Meter]
+    ) -> PipeShell:
+        """Start bash in the box's working folder."""
+        number, answer = channel.expect()
+        pairs = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]
+        (out, out_w), (err, err_w), (command_r, command), (status, status_w) = pairs
+        null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        request = {
+            "op": "exec", "id": number, "shell": True, "cwd": ".", "rlimits": box.rlimits(),
+            "argv": ["/bin/bash", "--noprofile", "--norc", "-c", LOOP], "env": image.ENVIRONMENT,
+        }  # fmt: skip
+        try:
+            await channel.send(request, (null, out_w, err_w, command_r, status_w))
+        except BaseException:
+            for fd in (out, err, command, status):
+                os.close(fd)
+            raise
+        finally:
+            for fd in (null, out_w, err_w, command_r, status_w):
+                os.close(fd)
+        for fd in (out, err, command, status):
+            os.set_blocking(fd, False)
+        return cls(box, number, answer, limits, (out, err, command, status), meter)
+
+    def _on_status(self) -> None:
+        try:
+            data = os.read(self._statuses, 4096)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(self._statuses)
+            return
+        self._heard += data
+        while b"\n" in self._heard:
+            line, _, rest = bytes(self._heard).partition(b"\n")
+            self._heard = bytearray(rest)
+            nonce, _, code = line.partition(b" ")
+            if nonce.decode("ascii", "replace") == self._nonce and code.isdigit() and not self._status.done():
+                self._status.set_result(int(code))
+        del self._heard[: max(0, len(self._heard) - 4096)]
+
+    async def run(self, command: str, *, timeout_s: float = 10.0) -> ExecResult:
+        """Run one command line; see :meth:`lehr.sandbox.base.Shell.run`."""
+        if "\0" in command:
+            raise SandboxError("cannot run a command that contains NUL", expected="a command without NUL")
+        async with self._turn:
+            return await self._run(command, min(timeout_s, self._limits.wall_s))
+
+    async def _run(self, command: str, wall_s: float) -> ExecResult:
+        if not self._open or self._answer.done():
+            return ExecResult("broken", None, b"", b"", detail="the shell has ended; start another")
+        meter, started = self._meter(), self._loop.time()
+        self._nonce = secrets.token_hex(8)
+        self._status = self._loop.create_future()
+        data = f"{self._nonce}\0{command}\0".encode("utf-8", "surrogateescape")
+        feeder = Feeder(self._loop, os.dup(self._commands), data)
+        reason = ""
+        try:
+            reason = await self._wait(started + wall_s, meter)
+            if reason:
+                self._box.interrupt(self._number, children=True)
+                await asyncio.wait([self._status, self._answer], timeout=GRACE_S, return_when="FIRST_COMPLETED")
+                if not self._status.done():
+                    await self._end()
+        except asyncio.CancelledError:
+            await asyncio.shield(self._loop.create_task(self._end()))
+            raise
+        finally:
+            feeder.close()
+            for stream in self._streams:
+                stream.drain()
+        wall = self._loop.time() - started
+        (stdout, cut), (stderr, cut_err) = (stream.take() for stream in self._streams)
+        header = {} if self._status.done() else self._last_words()
+        usage = meter.usage(header, wall)
+        if not self._status.done() and not header and not reason:
+            return ExecResult("broken", None, stdout, stderr, cut or cut_err, None, usage, "the box ended")
+        status = self._status.result() if self._status.done() else header.get("status", -9)
+        signs = verdict.Signs(
+            status=status if not reason else -9,
+            ended_by=reason,
+            refused_pids=meter.refused_pids(),
+            oom_kills=meter.oom_kills(),
+            limited=meter.limited,
+            stderr=stderr,
+        )
+        word, code, number, detail = verdict.name(signs, self._limits, wall_s)
+        return ExecResult(word, code, stdout, stderr, cut or cut_err, number, usage, detail)
+
+    async def _wait(self, end: float, meter: Meter) -> str:
+        """Wait for the status or the shell's end; return the limit that was passed, if any."""
+        while True:
+            left = end - self._loop.time()
+            waited = [self._status, self._answer]
+            done, _ = await asyncio.wait(
+                waited, timeout=max(0, min(TICK_S, left)), return_when="FIRST_COMPLETED"
+            )
+            if done:
+                return ""
+            cpu_s = meter.cpu_s()
+            if left <= TICK_S and self._loop.time() >= end:
+                return "wall"
+            if cpu_s is not None and cpu_s > self._limits.cpu_s:
+                return "cpu"
+            if any(s.total > OUTPUT_FACTOR * self._limits.output_bytes for s in self._streams):
+                return "output"
+
+    def _last_words(self) -> dict[str, int]:
+        if self._answer.done() and not self._answer.cancelled() and self._answer.exception() is None:
+            return dict(self._answer.result().header)
+        return {}
+
+    async def _end(self) -> None:
+        self._box.interrupt(self._number)
+        await asyncio.wait([self._answer], timeout=GRACE_S)
+        if not self._answer.done():
+            self._box.give_up()
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        if self._open:
+            self._open = False
+            for stream in self._streams:
+                stream.drain()
+                stream.close()
+            with contextlib.suppress(ValueError):
+                self._loop.remove_reader(self._statuses)
+            os.close(self._commands)
+            os.close(self._statuses)
+            self._box.forget(self)
+
+    async def close(self) -> None:
+        """End the shell and everything that it started. Idempotent."""
+        if self._open:
+            if self._answer.done():
+                with contextlib.suppress(ChannelLost):
+                    self._answer.result()
+                self._close_pipes()
+            else:
+                await self._end()
