@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import click
 
@@ -61,7 +62,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         if isinstance(current, BaseExceptionGroup):
-            queue.extend(current.exceptions)
+            queue.extend(cast("BaseExceptionGroup[BaseException]", current).exceptions)
         queue.extend(e for e in (current.__cause__, current.__context__) if e is not None)
 
 

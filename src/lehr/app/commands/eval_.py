@@ -1,0 +1,54 @@
+"""``lehr eval``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from lehr.app.tables import json_option
+from lehr.core.task import Split
+
+
+@click.command("eval")
+@click.argument("domains", nargs=-1, required=True)
+@click.option("--model", required=True, help="A run folder, a Hugging Face folder, or a model's name.")
+@click.option("--n", "count", default=100, show_default=True, type=click.IntRange(1), help="Tasks per domain.")
+@click.option(
+    "--split",
+    type=click.Choice(["heldout", "validation", "train"]),
+    default="heldout",
+    show_default=True,
+    help="Which tasks.",
+)
+@json_option
+def eval_(domains: tuple[str, ...], model: str, count: int, split: Split, as_json: bool) -> None:
+    """Measure a model on domains: one greedy attempt at each task.
+
+    With a run folder as the model, its last stage is measured, on the same tasks as in its report.
+    """
+    from lehr.app.preflight import require_fit_host
+    from lehr.app.progress import progress
+    from lehr.app.tables import console, show
+    from lehr.pipeline.evaluate import evaluate_model
+
+    require_fit_host()
+    with progress(console(stderr=True)) as observer:
+        found = evaluate_model(model, domains, split=split, count=count, observer=observer)
+    rows = [asdict(row) | {"rate": row.passed / row.n if row.n else None} for row in found]
+    if as_json:
+        show(rows, as_json=True)
+        return
+    show(
+        [
+            {
+                "domain": row.domain,
+                "passed": f"{row.passed}/{row.n}",
+                "rate": f"{row.passed / row.n:.1%}" if row.n else "-",
+                "95 % interval": f"{row.low:.1%} to {row.high:.1%}",
+                "not judged": row.invalid,
+            }
+            for row in found
+        ],
+        as_json=False,
+    )

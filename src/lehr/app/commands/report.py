@@ -1,0 +1,28 @@
+"""``lehr report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lehr.app.tables import json_option
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@json_option
+def report(run: Path, as_json: bool) -> None:
+    """Write a run's report again from its record.
+
+    Works on runs that are still going on, and on those that died.
+    """
+    from lehr.app.launch import close
+    from lehr.app.report.write import write_report
+    from lehr.app.tables import print_json
+
+    if as_json:
+        summary, _ = write_report(run)
+        print_json(summary.as_json())
+    else:
+        close(run)

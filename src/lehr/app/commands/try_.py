@@ -1,0 +1,83 @@
+"""``lehr try``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lehr.app.tables import json_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lehr.pipeline.compare import Comparison, Said
+
+_DOMAIN = re.compile(r"[\w-]+(/[\w-]+)+")
+
+
+@click.command("try")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False, metavar="[PROMPT|DOMAIN]")
+@click.option("--n", "count", default=3, show_default=True, type=click.IntRange(1), help="Tasks of a DOMAIN.")
+@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="For a PROMPT.")
+@json_option
+def try_(run: Path, prompt: str | None, count: int, max_tokens: int, as_json: bool) -> None:
+    """Before and after, side by side.
+
+    Shows what the base model and the trained one answer: to any PROMPT, to held-out tasks of a DOMAIN (then
+    with the verdict), or, with neither, to one task of each domain of the run.
+    """
+    from lehr.app.preflight import require_fit_host
+    from lehr.app.progress import progress
+    from lehr.app.tables import console, print_json
+    from lehr.pipeline.compare import try_run
+
+    require_fit_host()
+    domain = prompt if prompt is not None and _DOMAIN.fullmatch(prompt) else None
+    with progress(console(stderr=True)) as observer:
+        pairs = try_run(
+            run,
+            None if domain else prompt,
+            domain,
+            count=count,
+            max_tokens=max_tokens,
+            observer=observer,
+        )
+    if as_json:
+        print_json([asdict(pair) for pair in pairs])
+        return
+    out = console()
+    for pair in pairs:
+        _show(pair, out)
+
+
+def _show(pair: Comparison, out: Console) -> None:
+    from rich import box
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    from lehr.app.report.svg import visible
+
+    out.print(Panel(Text(visible(pair.prompt)), title="prompt", title_align="left", border_style="dim"))
+    table = Table(box=box.ROUNDED, expand=True, border_style="dim")
+    for name, said in (("before", pair.before), ("after", pair.after)):
+        table.add_column(Text.assemble((name, "bold"), "  ", _verdict(said)), ratio=1)
+    table.add_row(Text(visible(pair.before.text)), Text(visible(pair.after.text)))
+    out.print(table)
+
+
+def _verdict(said: Said) -> tuple[str, str]:
+    from lehr.core.reward import Valid
+
+    if said.reward is None:
+        return "", ""
+    if not isinstance(said.reward, Valid):
+        return f"not judged: {said.reward.reason}", "yellow"
+    if said.reward.passed:
+        return "✓ passed", "green"
+    return f"✗ failed, reward {said.reward.value:.2f}", "red"

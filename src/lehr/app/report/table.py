@@ -1,0 +1,66 @@
+"""The closing table of a run, in the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lehr.app.report.summary import Difference, Rate, Summary
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STAGE_TITLES = {"base": "base", "sft": "after SFT", "rl": "after RL", "sft_more": "more SFT instead"}
+
+
+def title_of(stage: str) -> str:
+    """Return how a stage is called in tables and charts."""
+    return STAGE_TITLES.get(stage, f"after {stage}")
+
+
+def print_summary(summary: Summary, out: Console) -> None:
+    """Print pass rates per domain and stage with 95 % intervals, then the paired differences."""
+    from rich import box
+    from rich.table import Table
+
+    if not summary.stages:
+        out.print("Nothing has been measured yet.")
+        return
+    table = Table(
+        title="Held-out tasks solved, with 95 % intervals",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("domain")
+    for stage in summary.stages:
+        table.add_column(title_of(stage), justify="right")
+    for domain in summary.domains:
+        table.add_row(domain, *(rate_text(rates[domain]) for rates in summary.stages.values()))
+    if len(summary.domains) > 1:
+        table.add_section()
+        table.add_row("all", *(rate_text(rate) for rate in summary.pooled.values()), style="bold")
+    out.print()
+    out.print(table)
+    for name, difference in summary.paired.items():
+        out.print(f"  {difference_title(name):<34}{difference_text(difference)}")
+
+
+def rate_text(rate: Rate) -> str:
+    """Return ``68 % (58-76)``."""
+    if not rate.n:
+        return "-"
+    return f"{rate.rate:.0%} ({rate.low * 100:.0f}-{rate.high * 100:.0f})"
+
+
+def difference_title(name: str) -> str:
+    """Return ``after RL minus after SFT`` for ``rl_minus_sft``."""
+    after, _, before = name.partition("_minus_")
+    return f"{title_of(after)} minus {title_of(before)}"
+
+
+def difference_text(difference: Difference) -> str:
+    """Return ``+13.0 points (+8.1 to +17.9), n = 300``."""
+    return (
+        f"{difference.diff * 100:+.1f} points "
+        f"({difference.low * 100:+.1f} to {difference.high * 100:+.1f}, {difference.n} pairs)"
+    )

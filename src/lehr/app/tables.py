@@ -1,0 +1,69 @@
+"""Rows to a table on a terminal, or to JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+_PIPED_WIDTH = 160
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console; where output is not a terminal, wide enough that tables are not cut."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPED_WIDTH)
+
+
+def show(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    as_json: bool,
+    columns: Sequence[str] | None = None,
+    empty: str = "nothing to show",
+) -> None:
+    """Print ``rows``. The table shows ``columns`` (all of them by default); JSON holds everything."""
+    if as_json:
+        print_json(list(rows))
+        return
+    if not rows:
+        click.echo(empty)
+        return
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    names = list(columns or rows[0])
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(name))) for name in names))
+    console().print(table)
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as JSON."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(str(item) for item in cast("Sequence[object]", value))
+    return str(value)
