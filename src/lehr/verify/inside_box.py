@@ -28,7 +28,7 @@ def encode(value: Any, depth: int = 0) -> list[Any]:
     """Return ``value`` as tagged JSON that keeps exact types. Raises TypeError for anything that is not a
     plain built-in value; subclasses are not plain.
     """
-    kind: Any = type(value)
+    kind = cast("type[Any]", type(value))
     if depth > MAX_DEPTH:
         raise TypeError("nested too deeply")
     if value is None:

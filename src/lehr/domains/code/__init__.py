@@ -1,0 +1,1 @@
+"""Domains whose answers are programs."""

@@ -1,0 +1,1 @@
+"""Write a Python function from one sentence; hidden unit tests decide."""

@@ -1,0 +1,1 @@
+"""Read the asked fields of a short invoice or statement."""

@@ -1,0 +1,94 @@
+"""Several turns with a shell in a leased box.
+
+Each turn of the model holds one fenced ``sh`` block, which runs in the working folder; what it printed comes
+back as a ``tool`` message. A turn without a block, such as ``DONE``, ends the episode. The final files of the
+working folder are the evidence.
+"""
+
+from __future__ import annotations
+
+import re
+
+from lehr.core.episode import Evidence, Observation, Turn
+from lehr.core.task import Message, Task
+from lehr.domains.base import Episode
+from lehr.sandbox.base import Box, Boxes, ExecResult, Limits, Spec
+from lehr.sandbox.errors import Refused, SandboxError
+
+COMMAND_S = 5.0
+SHOWN_CHARACTERS = 300
+_FENCE = re.compile(r"```(?:sh|bash|shell)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+
+
+class TerminalEnvironment:
+    """Runs every turn's block with ``sh`` in one box per episode."""
+
+    async def open(self, task: Task, boxes: Boxes) -> Episode:
+        """Lease a box and place the task's files. Raises the pool's errors."""
+        box = await boxes.acquire(spec_of(task))
+        try:
+            for path, text in task.files.items():
+                await box.write(path, text.encode())
+        except BaseException:
+            await boxes.release(box)
+            raise
+        return _TerminalEpisode(task, boxes, box)
+
+
+def spec_of(task: Task) -> Spec:
+    """Return the box that a task asks for."""
+    resources = task.resources
+    limits = Limits(memory_bytes=resources.memory_bytes, disk_bytes=resources.disk_bytes, cpu=resources.cpu)
+    return Spec(image=task.image, limits=limits)
+
+
+class _TerminalEpisode:
+    def __init__(self, task: Task, boxes: Boxes, box: Box) -> None:
+        self._task = task
+        self._boxes = boxes
+        self._box = box
+        self._answer = ""
+        self._turns = 0
+        self._evidence: Evidence | None = None
+
+    async def step(self, turn: Turn) -> Observation:
+        self._answer = turn.text
+        self._turns += 1
+        found = _FENCE.search(turn.text)
+        if found is None:
+            return Observation(done=True)
+        result = await self._box.exec(["/bin/sh", "-c", found[1]], timeout_s=COMMAND_S)
+        if result.verdict == "broken":
+            raise SandboxError(f"the box of {self._task.id} broke: {result.detail}")
+        return _says(_shown(result))
+
+    async def close(self) -> Evidence:
+        if self._evidence is None:
+            try:
+                files = await self._files()
+            finally:
+                await self._boxes.release(self._box)
+            self._evidence = Evidence(self._task.id, self._answer, files, self._turns)
+        return self._evidence
+
+    async def _files(self) -> dict[str, bytes]:
+        """Return the files, and folders as ``name/``. A tree that is refused (too large) counts as empty."""
+        try:
+            tree = await self._box.tree()
+        except Refused:
+            return {}
+        return {path if data is not None else f"{path}/": data or b"" for path, data in tree.items()}
+
+
+def _says(text: str) -> Observation:
+    return Observation((Message(role="tool", content=text),))
+
+
+def _shown(result: ExecResult) -> str:
+    text = (result.stdout + result.stderr).decode(errors="replace").strip()
+    if len(text) > SHOWN_CHARACTERS:
+        text = f"{text[: SHOWN_CHARACTERS // 2]}\n...\n{text[-SHOWN_CHARACTERS // 2 :]}"
+    if result.verdict == "ok":
+        return text or "ok"
+    code = f"exit {result.exit_code}" if result.exit_code is not None else result.verdict
+    return f"{text}\n{code}" if text else code

@@ -1,0 +1,1 @@
+"""Domains that are played in a shell."""

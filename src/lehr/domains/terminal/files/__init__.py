@@ -1,0 +1,1 @@
+"""Small file jobs in a shell; the final state of the files decides."""
