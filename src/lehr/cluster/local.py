@@ -84,8 +84,7 @@ class LocalCluster:
         self._started: dict[str, _Started] = {}
         self._incarnations: dict[str, int] = {}
         self._events: list[Event] = []
-        self._changed = asyncio.Condition()
-        self._notifying: set[asyncio.Task[None]] = set()
+        self._waiters: list[asyncio.Future[None]] = []
         self._closed = False
         self._closing = False
 
@@ -128,13 +127,13 @@ class LocalCluster:
         """Yield every event since the cluster was made, then each new one, until it is closed."""
         seen = 0
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: len(self._events) > seen or self._closed)
-            while seen < len(self._events):
+            if seen < len(self._events):
                 seen += 1
                 yield self._events[seen - 1]
-            if self._closed and seen == len(self._events):
+            elif self._closed:
                 return
+            else:
+                await self._next_event()
 
     async def close(self) -> None:
         """End every role: politely, by signal after ``POLITE_S``, within ``POLITE_S + FORCE_S``. Idempotent."""
@@ -154,8 +153,7 @@ class LocalCluster:
             await asyncio.wait(watchers, timeout=FORCE_S)
         await self._home.close()
         self._closed = True
-        async with self._changed:
-            self._changed.notify_all()
+        self._wake_watchers()
 
     async def _spawn(self, role: Role, log: Path) -> asyncio.subprocess.Process:
         environment = dict(os.environ)
@@ -206,14 +204,18 @@ class LocalCluster:
 
     def _tell(self, event: Event) -> None:
         self._events.append(event)
+        self._wake_watchers()
 
-        async def notify() -> None:
-            async with self._changed:
-                self._changed.notify_all()
+    async def _next_event(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
-        task = asyncio.create_task(notify())
-        self._notifying.add(task)
-        task.add_done_callback(self._notifying.discard)
+    def _wake_watchers(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
 
 def _tail(log: Path, lines: int = 20) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar, cast, get_args, get_origin, overload
 
@@ -17,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from lehr.core.errors import LehrError
+from lehr.wire.structure import structure
 
 T = TypeVar("T")
 
@@ -49,7 +51,7 @@ def decode(data: bytes | memoryview, kind: Any = Any) -> Any:
     Raises :class:`CodecError` that names the field which does not fit.
     """
     try:
-        return _decoder(kind).decode(data)
+        return _decoder(kind)(data)
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
         name = getattr(kind, "__name__", str(kind))
         raise CodecError(f"cannot decode {len(data)} bytes as {name}: {error}") from error
@@ -100,10 +102,11 @@ def _decode_other(kind: Any, value: Any) -> Any:
     if origin is np.ndarray:
         if not isinstance(value, np.ndarray):
             raise ValueError(f"expected an array, got {type(value).__name__}")
+        array = cast("np.ndarray[Any, Any]", value)
         wanted = _dtype_of(kind)
-        if wanted is not None and value.dtype != wanted:
-            raise ValueError(f"expected an array of {wanted}, got {value.dtype}")
-        return cast("np.ndarray[Any, Any]", value)
+        if wanted is not None and array.dtype != wanted:
+            raise ValueError(f"expected an array of {wanted}, got {array.dtype}")
+        return array
     if isinstance(origin, type) and issubclass(origin, BaseModel):
         return origin.model_validate(value)
     raise TypeError(f"{kind} is not a type that travels")
@@ -118,8 +121,16 @@ def _dtype_of(kind: Any) -> np.dtype[Any] | None:
 
 
 @lru_cache(maxsize=512)
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_other, ext_hook=_unpack_array)
+def _decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
+    try:
+        return msgspec.msgpack.Decoder(kind, dec_hook=_decode_other, ext_hook=_unpack_array).decode
+    except TypeError:  # a choice of several dataclasses, which msgspec leaves to us
+        plain = msgspec.msgpack.Decoder(Any, ext_hook=_unpack_array)
+        return lambda data: structure(kind, plain.decode(data), _leaf)
+
+
+def _leaf(kind: Any, value: Any) -> Any:
+    return msgspec.convert(value, kind, dec_hook=_decode_other)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_other)

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import zmq
@@ -106,7 +106,8 @@ class Peer:
         """Send one message; the role must have said hello."""
         if self.identity is None:
             raise RoleLost(f"role {self.name!r} has not dialled home")
-        await self._home.socket.send_multipart([self.identity, pack(message), body])
+        frames: list[bytes] = [self.identity, pack(message), body]
+        await self._home.socket.send_multipart(frames)
 
     def take(self, message: Message, body: memoryview) -> None:
         """Act on a message of this peer."""
@@ -155,7 +156,7 @@ class Home:
         self._folder = Path(tempfile.mkdtemp(prefix="lehr-", dir=_short_folder()))
         self.address = f"ipc://{self._folder}/home"
         self._context = zmq.asyncio.Context()
-        self.socket = cast("zmq.asyncio.Socket", self._context.socket(zmq.ROUTER))
+        self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.set_hwm(0)
         self.socket.bind(self.address)

@@ -81,7 +81,7 @@ class Link:
         poller.register(self._wake, zmq.POLLIN)
         lost, last_sent = False, time.monotonic()
         while True:
-            poller.poll(HEARTBEAT_S * 1000)
+            poller.poll(int(HEARTBEAT_S * 1000))
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             stopping = self._stopping.is_set()

@@ -11,7 +11,7 @@ import msgspec
 from lehr.core.errors import Failure
 
 
-class Envelope(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Envelope(msgspec.Struct, tag=True, array_like=True):
     """Base of every message."""
 
 

@@ -189,9 +189,8 @@ class _Server:
     async def _answer(self, request: Request, body: memoryview) -> bytes:
         what = f"{self.name}.{request.method}"
         if request.incarnation != self.incarnation:
-            raise BadRequest(
-                f"{what} was meant for incarnation {request.incarnation} of the role, this is {self.incarnation}"
-            )
+            meant = f"incarnation {request.incarnation} of the role"
+            raise BadRequest(f"{what} was meant for {meant}, this is {self.incarnation}")
         method = self.methods.get(request.method)
         if method is None:
             raise BadRequest(str(UnknownName.among("method", what, (f"{self.name}.{m}" for m in self.methods))))
@@ -203,8 +202,9 @@ class _Server:
                 raise BadRequest(f"the body of {what} cannot be read: {error}") from error
         elif len(body):
             raise BadRequest(f"{what} takes no argument")
+        limit = asyncio.timeout(request.remaining_s)
         try:
-            async with asyncio.timeout(request.remaining_s) as limit:
+            async with limit:
                 return encode(await method.call(*arguments))
         except TimeoutError as error:
             if not limit.expired():

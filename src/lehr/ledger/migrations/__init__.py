@@ -1,0 +1,1 @@
+"""One linear history of the schema, applied when a run is opened."""
