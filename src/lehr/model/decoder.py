@@ -77,9 +77,12 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Return the hidden states after the final norm, ``[T, D]``."""
+        return self.transform(self.embed(tokens_T), positions_T, attend)
+
+    def transform(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Return :meth:`hidden` of tokens that are embedded already."""
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        x_TD = self.embed(tokens_T)
         cos, sin = angles(self.inverse_frequencies, positions_T, x_TD.dtype)
         for number, layer in enumerate(self.blocks()):
             qkv = layer.qkv(layer.attn_norm(x_TD)).unflatten(-1, (-1, config.head_size))

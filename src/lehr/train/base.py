@@ -15,24 +15,26 @@ from lehr.core.trace import Version
 class TrainConfig(Config):
     """How gradient steps are taken."""
 
-    learning_rate: float = Field(2e-5, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
+    learning_rate: float = Field(default=2e-5, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = Field(1.0, gt=0)
-    tokens_per_microbatch: int = Field(2048, ge=64)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    tokens_per_microbatch: int = Field(default=2048, ge=64)
     """Packed tokens (shared prefixes counted once) per forward and backward."""
     dtype: str = "auto"
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
     Master weights and optimiser state are float32 always."""
     correction: str = "dppo_tv"
     """Token-level off-policy correction: ``dppo_tv``, ``tis`` or ``none``."""
-    tis_cap: float = Field(2.0, gt=0)
+    tis_cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio under ``tis``."""
-    mask_delta: float = Field(0.2, gt=0)
+    mask_delta: float = Field(default=0.2, gt=0)
     """Probability difference beyond which ``dppo_tv`` drops a token that moves further away."""
-    log_ratio_penalty: float = Field(1e-3, ge=0)
+    log_ratio_penalty: float = Field(default=1e-3, ge=0)
     """Weight of the squared log ratio under ``dppo_tv``."""
+    train_without_variance: bool = False
+    """Also take in groups whose advantages are all zero (they then feel the log-ratio penalty)."""
 
 
 class Trainer(Protocol):

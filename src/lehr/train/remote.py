@@ -1,0 +1,55 @@
+"""The trainer as the orchestrator sees it: every call goes to the role's process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from lehr.core.batch import Batch, Manifest, StepResult
+from lehr.core.trace import Version
+from lehr.train.base import TrainConfig
+from lehr.train.role import Location, Share
+
+
+class Caller(Protocol):
+    """What is needed of a started role; ``cluster.base.Handle`` is one."""
+
+    async def call(self, method: str, body: Any = None, *, returns: Any = None, timeout_s: float = 60.0) -> Any:
+        """Send a request and return its answer decoded as ``returns``."""
+        ...
+
+
+class RemoteTrainer:
+    """Implements :class:`lehr.train.base.Trainer` through a role's handle.
+
+    ``step_timeout_s`` bounds a step, ``io_timeout_s`` everything that writes or reads weights.
+    """
+
+    def __init__(self, handle: Caller, *, step_timeout_s: float = 1800.0, io_timeout_s: float = 300.0) -> None:
+        self._handle = handle
+        self._step_timeout_s = step_timeout_s
+        self._io_timeout_s = io_timeout_s
+
+    async def step(self, batch: Batch) -> StepResult:
+        """See :meth:`lehr.train.base.Trainer.step`."""
+        return await self._handle.call("step", batch, returns=StepResult, timeout_s=self._step_timeout_s)
+
+    async def publish(self, version: Version) -> Manifest:
+        """See :meth:`lehr.train.base.Trainer.publish`."""
+        return await self._handle.call("publish", version, returns=Manifest, timeout_s=self._io_timeout_s)
+
+    async def save(self, path: Path, *, resumable: bool = True) -> None:
+        """See :meth:`lehr.train.base.Trainer.save`."""
+        await self._handle.call("save", Location(str(path), resumable), timeout_s=self._io_timeout_s)
+
+    async def load(self, path: Path, *, optimizer: bool = True) -> None:
+        """See :meth:`lehr.train.base.Trainer.load`."""
+        await self._handle.call("load", Location(str(path), optimizer), timeout_s=self._io_timeout_s)
+
+    async def reset(self, config: TrainConfig) -> None:
+        """See :meth:`lehr.train.base.Trainer.reset`."""
+        await self._handle.call("reset", config, timeout_s=self._io_timeout_s)
+
+    async def allot(self, share: Share) -> None:
+        """Give the trainer its threads and cores from the next step on."""
+        await self._handle.call("allot", share, timeout_s=self._step_timeout_s)

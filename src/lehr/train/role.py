@@ -1,0 +1,140 @@
+"""The trainer as a role: builds a :class:`LocalTrainer` inside its own process and serves it.
+
+Work runs in one thread of its own, so that the event loop goes on answering heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lehr.core.batch import Batch, Manifest, StepResult
+from lehr.core.config import Config
+from lehr.core.trace import Version
+from lehr.train.base import TrainConfig
+
+T = TypeVar("T")
+
+
+class TrainerConfig(Config):
+    """The configuration of the role."""
+
+    model: str
+    """Hugging Face folder to start from."""
+    publish_to: str
+    """Folder for published weights; a memory file system is best."""
+    train: TrainConfig = TrainConfig()
+    seed: int = 0
+    """Kept for the record: a step draws no random numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A folder to save to or to load from. ``optimizer``: with the optimiser's state."""
+
+    path: str
+    optimizer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Threads and processor numbers that the trainer may use from now on."""
+
+    threads: int
+    cores: tuple[int, ...] = ()
+
+
+class TrainerService:
+    """What the role answers. One request at a time is worked on; others wait in line."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._trainer: Any = None
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _call(self, method: Callable[..., Awaitable[T]], *arguments: Any, **named: Any) -> T:
+        return await self._do(lambda: _complete(method(*arguments, **named)))
+
+    async def open(self) -> None:
+        """Load the model. Called before the first request."""
+
+        def load() -> Any:
+            from lehr.model.tokenizer import load_tokenizer
+            from lehr.train.memory import keep_freed_memory
+            from lehr.train.trainer import LocalTrainer
+
+            keep_freed_memory()
+            folder = Path(self._config.model)
+            return LocalTrainer.open(
+                folder,
+                self._config.train,
+                publish_to=Path(self._config.publish_to),
+                tokenizer=load_tokenizer(folder),
+            )
+
+        if self._trainer is None:
+            self._trainer = await self._do(load)
+
+    async def step(self, batch: Batch) -> StepResult:
+        """Take one optimiser step."""
+        return await self._call(self._trainer.step, batch)
+
+    async def publish(self, version: Version) -> Manifest:
+        """Write the current weights for engines."""
+        return await self._call(self._trainer.publish, version)
+
+    async def save(self, location: Location) -> None:
+        """Write a Hugging Face folder."""
+        await self._call(self._trainer.save, Path(location.path), resumable=location.optimizer)
+
+    async def load(self, location: Location) -> None:
+        """Go on from a saved folder."""
+        await self._call(self._trainer.load, Path(location.path), optimizer=location.optimizer)
+
+    async def reset(self, config: TrainConfig) -> None:
+        """Start a new stage on the same weights."""
+        await self._call(self._trainer.reset, config)
+
+    async def allot(self, share: Share) -> None:
+        """Use these threads and cores from the next step on."""
+
+        def apply() -> None:
+            import torch
+
+            torch.set_num_threads(share.threads)
+            if share.cores:
+                for task in os.listdir("/proc/self/task"):
+                    os.sched_setaffinity(int(task), share.cores)
+
+        await self._do(apply)
+
+    async def close(self) -> None:
+        """Remove published weights and end the thread."""
+        if self._trainer is not None:
+            await self._call(self._trainer.close)
+        self._thread.shutdown(wait=False)
+
+
+def _complete(work: Awaitable[T]) -> T:
+    """Run a coroutine that never waits for anything to its end."""
+    steps = work.__await__()
+    try:
+        next(steps)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("a trainer's method waited for something")
+
+
+async def build(config: dict[str, Any]) -> TrainerService:
+    """Build the service from the plain values of :class:`TrainerConfig`."""
+    service = TrainerService(TrainerConfig.model_validate(config))
+    await service.open()
+    return service

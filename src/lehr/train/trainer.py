@@ -1,0 +1,198 @@
+"""The trainer of one process: owns the master weights and the optimiser."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lehr.core.batch import Batch, Manifest, Sample, StepResult
+from lehr.core.errors import ConfigError, Diverged
+from lehr.core.protocols import NullRecorder, Recorder
+from lehr.core.trace import Version
+from lehr.model.checkpoint import Savable, load_config, load_decoder, load_tensors, read_tensors, save_model
+from lehr.model.decoder import Decoder
+from lehr.model.dtype import compute_dtype
+from lehr.train.base import TrainConfig
+from lehr.train.gradient import accumulate, score
+from lehr.train.head import TokenLoss
+from lehr.train.health import policy_health
+from lehr.train.losses import PolicyTerms, cross_entropy, policy_loss
+from lehr.train.optimizer import MasterAdamW
+from lehr.train.packing import Microbatch, pack
+from lehr.train.publish import Publisher, write_safetensors
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+class LocalTrainer:
+    """Implements :class:`lehr.train.base.Trainer` in the calling thread.
+
+    Its methods are coroutines by contract, but they compute: run it in a process of its own (``train.role``).
+    Equal inputs give bit-identical weights at the same number of threads, also across :meth:`save` and
+    :meth:`load`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: TrainConfig | None = None,
+        *,
+        publish_to: Path | None = None,
+        tokenizer: Savable | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.config = config or TrainConfig()
+        self.master = decoder
+        self.tokenizer = tokenizer
+        self.recorder = recorder or NullRecorder()
+        self._publisher = Publisher(publish_to) if publish_to else None
+        self._renew()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        config: TrainConfig | None = None,
+        *,
+        publish_to: Path | None = None,
+        tokenizer: Savable | None = None,
+    ) -> LocalTrainer:
+        """Load the model in ``folder``."""
+        return cls(load_decoder(folder), config, publish_to=publish_to, tokenizer=tokenizer)
+
+    def _renew(self) -> None:
+        dtype = compute_dtype(self.config.dtype)
+        self.decoder = self.master
+        if dtype != torch.float32:
+            self.master.zero_grad(set_to_none=True)
+            self.decoder = copy.deepcopy(self.master).to(dtype)
+        self.optimizer = MasterAdamW(
+            dict(self.master.named_parameters()), dict(self.decoder.named_parameters()), self.config
+        )
+        self._grad_embed = self.optimizer.grads["embed.weight"]
+        tied = self.master.config.tied_head
+        self._grad_head = self._grad_embed if tied else self.optimizer.grads["head.weight"]
+
+    async def step(self, batch: Batch) -> StepResult:
+        """See :meth:`lehr.train.base.Trainer.step`."""
+        begun = time.perf_counter()
+        samples = trainable(batch, self.config)
+        micro = pack(samples, self.config.tokens_per_microbatch)
+        count = sum(len(m.rows) for m in micro)
+        metrics = {
+            "loss_tokens": float(count),
+            "packed_tokens": float(sum(len(m.tokens) for m in micro)),
+            "samples": float(len(samples)),
+            "samples_without_signal": float(len(batch.samples) - len(samples)),
+        }
+        if count == 0:
+            return StepResult(batch.step, metrics | {"loss": 0.0, "grad_norm": 0.0, "seconds": 0.0})
+        self.optimizer.clear()
+        loss, logprobs = 0.0, []
+        for part in micro:
+            token_loss = self._token_loss(batch, part, count)
+            part_loss, part_logprobs = accumulate(
+                self.decoder, part, token_loss, self._grad_embed, self._grad_head
+            )
+            self.optimizer.collect()
+            loss += part_loss
+            logprobs.append(part_logprobs)
+        norm = self.optimizer.norm()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise Diverged(
+                f"step {batch.step}: loss {loss}, gradient norm {norm}",
+                expected="finite values",
+                hint="The weights are unchanged; lower learning_rate or go back to an earlier checkpoint.",
+            )
+        metrics["learning_rate"] = self.optimizer.learning_rate
+        self.optimizer.step(norm)
+        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, logprobs)
+        metrics["seconds"] = time.perf_counter() - begun
+        self.recorder.record("train.step", step=batch.step, **metrics)
+        return StepResult(batch.step, metrics)
+
+    def _token_loss(self, batch: Batch, part: Microbatch, count: int) -> TokenLoss:
+        if batch.loss == "sft":
+            return lambda logprobs, _: cross_entropy(logprobs) / count
+        chosen = policy_loss(self.config.correction)
+        terms = PolicyTerms(self.config.mask_delta, self.config.tis_cap, self.config.log_ratio_penalty)
+        sampled, advantages = torch.from_numpy(part.sampled), torch.from_numpy(part.advantages)
+        return lambda logprobs, cut: chosen(logprobs, sampled[cut], advantages[cut], terms) / count
+
+    def _health(
+        self, batch: Batch, micro: Sequence[Microbatch], logprobs: Sequence[torch.Tensor]
+    ) -> dict[str, float]:
+        if batch.loss == "sft":
+            return {}
+        return policy_health(
+            torch.cat(list(logprobs)),
+            torch.from_numpy(np.concatenate([m.sampled for m in micro])),
+            torch.from_numpy(np.concatenate([m.advantages for m in micro])),
+            torch.from_numpy(np.concatenate([m.samples for m in micro])),
+            mask_delta=self.config.mask_delta if self.config.correction == "dppo_tv" else None,
+        )
+
+    async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Return per sample the log-probability of each own token at its temperature, in order."""
+        found = [np.zeros(int(s.own.sum()), np.float32) for s in samples]
+        for part in pack(samples, self.config.tokens_per_microbatch):
+            values = score(self.decoder, part).numpy()
+            for index in np.unique(part.samples):
+                found[index][:] = values[part.samples == index]
+        return found
+
+    async def publish(self, version: Version) -> Manifest:
+        """See :meth:`lehr.train.base.Trainer.publish`. Weights are in the compute dtype."""
+        if self._publisher is None:
+            raise ConfigError("this trainer has no folder to publish to", hint="Give it publish_to.")
+        return self._publisher.publish(version, self.decoder.to_hf())
+
+    async def save(self, path: Path, *, resumable: bool = True) -> None:
+        """See :meth:`lehr.train.base.Trainer.save`. Weights are in float32."""
+
+        def state(folder: Path) -> None:
+            write_safetensors(folder / OPTIMIZER, self.optimizer.state())
+
+        extra = state if resumable else lambda _: None
+        save_model(self.master, path, self.tokenizer, extra)
+
+    async def load(self, path: Path, *, optimizer: bool = True) -> None:
+        """See :meth:`lehr.train.base.Trainer.load`."""
+        if load_config(path) != self.master.config:
+            raise ConfigError(f"{path} holds a model of another shape", hint="Open it as a model of its own.")
+        state = read_tensors(path / OPTIMIZER) if optimizer else None
+        self.master.load_hf(load_tensors(path))
+        self._renew()
+        if state is not None:
+            self.optimizer.restore(state)
+
+    async def reset(self, config: TrainConfig) -> None:
+        """See :meth:`lehr.train.base.Trainer.reset`."""
+        self.config = config
+        self._renew()
+
+    async def close(self) -> None:
+        """Remove published weights; nothing reads them any more."""
+        if self._publisher is not None:
+            self._publisher.clear()
+
+
+def trainable(batch: Batch, config: TrainConfig) -> list[Sample]:
+    """Return the samples that carry a signal.
+
+    Samples without own tokens are left out, and for policy gradient every group (samples of one prefix key)
+    whose advantages are all zero: it contributes no gradient at all, the penalty on the log ratio included,
+    and its tokens do not count in the denominator.
+    """
+    samples = [s for s in batch.samples if s.own.any()]
+    if batch.loss == "sft" or config.train_without_variance:
+        return samples
+    alive = {s.prefix or str(i) for i, s in enumerate(samples) if np.any(s.advantages[s.own] != 0)}
+    return [s for i, s in enumerate(samples) if (s.prefix or str(i)) in alive]
