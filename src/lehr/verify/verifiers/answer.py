@@ -111,6 +111,8 @@ def _numbers(text: str) -> tuple[Decimal, ...] | None:
     text = text.strip()
     if not (text.startswith("[") and text.endswith("]")):
         return None
+    if not text[1:-1].strip():
+        return ()
     items = [_decimal(item.strip().strip("'\"")) for item in text[1:-1].split(",")]
     return tuple(item for item in items if item is not None) if None not in items else None
 

@@ -1,0 +1,1 @@
+"""Domains bridged from the package ``reasoning-gym``, behind our own strict comparison."""
