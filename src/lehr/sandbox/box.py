@@ -89,7 +89,7 @@ class RunnerBox:
                 feeder = Feeder(loop, in_write, stdin) if stdin else None
                 watch.start(captures)
                 header = (await answer).header
-                if not self._shells and not header.get("alive"):
+                if not self._shells and not header.get("resisted"):
                     await asyncio.wait([c.ended for c in captures], timeout=GRACE_S)
             except ChannelLost:
                 header = {}
@@ -119,13 +119,13 @@ class RunnerBox:
     ) -> ExecResult:  # fmt: skip
         usage = meter.usage(header, wall)
         stdout, stderr = output
-        if not header and reason not in ("wall", "cpu", "output", "pids"):
+        if not header and not reason and meter.oom_kills() == 0:
             detail = "the box stopped working while the program ran"
             return ExecResult("broken", None, stdout, stderr, truncated, None, usage, detail)
         if "error" in header:
             detail = f"the box could not start it: {header['error']}"
             return ExecResult("broken", None, stdout, stderr, truncated, None, usage, detail)
-        if header.get("alive"):
+        if header.get("resisted"):
             self._process.kill()
             self._channel.close()
         signs = verdict.Signs(

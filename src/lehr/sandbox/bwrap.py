@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
+import marshal
 import os
 import secrets
 import shutil
 import socket
 import struct
-import warnings
+import subprocess
 from pathlib import Path
 
 from lehr.core.errors import HostUnfit, MissingDependency
@@ -20,10 +22,26 @@ from lehr.sandbox.box import RunnerBox
 from lehr.sandbox.channel import Channel, ChannelLost
 from lehr.sandbox.launch import PATH, Process
 
-BOOT = (
-    "import socket,struct;s=socket.socket(fileno=%d);n=struct.unpack('!I',s.recv(4,256))[0];"
-    "exec(compile(s.recv(n,256),'runner','exec'),{'CONTROL':s.detach(),'__name__':'runner'})"
-)
+BOOT = """
+import marshal, socket, struct, sys, types
+control = socket.socket(fileno=int(sys.argv[1]))
+size = struct.unpack("!I", control.recv(4, socket.MSG_WAITALL))[0]
+for name, code in marshal.loads(control.recv(size, socket.MSG_WAITALL)):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+    exec(code, module.__dict__)
+module.serve(control)
+"""
+COMPILE = """
+import marshal, sys
+parts = marshal.loads(sys.stdin.buffer.read())
+sys.stdout.buffer.write(marshal.dumps([(n, compile(s, n, "exec", dont_inherit=True)) for n, s in parts], 2))
+"""
+INSIDE = ("lehr", "lehr.sandbox", "lehr.sandbox.inside")
+PARTS = ("rights", "files", "programs", "runner")
 FIRST_UID, UIDS = 0x7000_0000, 1 << 24
 """Host user numbers of boxes when started by root: beyond every range that systemd or subuid hand out."""
 READY_S = 20.0
@@ -39,14 +57,29 @@ RIGHTS = ("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP", "--cap-add",
 """Inside the box's own user namespace, for the runner's set-up alone; it drops them before serving."""
 
 
-class Unlimited(UserWarning):
-    """Cgroups cannot be written: rlimits stand in."""
+log = logging.getLogger(__name__)
 
 
 @functools.cache
-def source() -> bytes:
-    """Return the runner's source."""
-    return Path(__file__).with_name("runner.py").read_bytes()
+def runner_code(python: str) -> bytes:
+    """Return the runner's modules, compiled once by the interpreter that will run them."""
+    parts = [(name, "") for name in INSIDE]
+    folder = Path(__file__).with_name("inside")
+    parts += [(f"{INSIDE[-1]}.{name}", (folder / f"{name}.py").read_text()) for name in PARTS]
+    done = subprocess.run(
+        [python, "-I", "-S", "-c", COMPILE],
+        input=marshal.dumps(parts, 2),
+        capture_output=True,
+        cwd="/",
+        env={},
+        timeout=READY_S,
+    )
+    if done.returncode != 0:
+        raise HostUnfit(
+            f"{python} cannot compile the runner: {done.stderr.decode(errors='replace').strip()[-300:]}",
+            expected="python3 of version 3.9 or later",
+        )
+    return done.stdout
 
 
 class BwrapBackend:
@@ -86,7 +119,7 @@ class BwrapBackend:
             )
         if spec.image != "host":
             raise HostUnfit(f"the bwrap backend has no image {spec.image!r}", expected="image 'host'")
-        rules = seccomp.program()
+        rules, code = seccomp.program(), runner_code(python)
         places = self._places()
         group = cgroup.Group(places, spec.limits) if places else None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -104,12 +137,11 @@ class BwrapBackend:
                 raise
         channel = Channel(loop, ours)
         try:
-            await self._wait_ready(channel, spec, rules, limited=group is not None)
+            await self._wait_ready(channel, spec, code, rules, limited=group is not None)
         except BaseException as error:
             process.kill()
             channel.close()
-            await asyncio.shield(process_gone := loop.create_task(process.gone()))
-            del process_gone
+            await asyncio.shield(loop.create_task(process.gone()))
             if isinstance(error, ChannelLost | TimeoutError):
                 raise unfit(process) from error
             raise
@@ -138,12 +170,13 @@ class BwrapBackend:
         ]
         argv += ["--new-session", "--die-with-parent", "--as-pid-1", "--clearenv", *RIGHTS]
         argv += [*image.arguments(), *files, "--remount-ro", "/"]
-        return [*argv, "--", python, "-I", "-S", "-c", BOOT % control]
+        return [*argv, "--", python, "-I", "-S", "-c", BOOT, str(control)]
 
-    async def _wait_ready(self, channel: Channel, spec: Spec, rules: bytes, *, limited: bool) -> None:
+    async def _wait_ready(
+        self, channel: Channel, spec: Spec, code: bytes, rules: bytes, *, limited: bool
+    ) -> None:
         limits = spec.limits
         _, ready = channel.expect(0)
-        text = source()
         config = {
             "id": 0,
             "filter": rules.hex(),
@@ -154,7 +187,7 @@ class BwrapBackend:
             "cpu_s": limits.cpu_s,
         }
         async with asyncio.timeout(READY_S):
-            await channel.send_raw(struct.pack("!I", len(text)) + text)
+            await channel.send_raw(struct.pack("!I", len(code)) + code)
             await channel.send(config)
             answer = await ready
         if "error" in answer.header:
@@ -171,11 +204,10 @@ class BwrapBackend:
 
 @functools.cache
 def _warn_unlimited(why: str) -> None:
-    warnings.warn(
-        f"cgroups cannot be written here ({why}); boxes are limited by rlimits instead, which count each "
-        "process by itself. `lehr doctor` names the command that mends it.",
-        Unlimited,
-        stacklevel=2,
+    log.warning(
+        "cgroups cannot be written here (%s); boxes are limited by rlimits instead, which count each process "
+        "by itself. `lehr doctor` names the command that mends it.",
+        why,
     )
 
 

@@ -68,7 +68,8 @@ def _private() -> Iterator[Path]:
 @functools.cache
 def arguments() -> tuple[str, ...]:
     """Return the bubblewrap arguments that lay out the system, read-only."""
-    out: list[str] = ["--ro-bind", "/usr", "/usr"]
+    out: list[str] = [*(part for name in ("/dev", "/etc") for part in ("--perms", "0755", "--dir", name))]
+    out += ["--ro-bind", "/usr", "/usr"]
     for name in ROOT_LINKS:
         path = Path("/", name)
         if path.is_symlink():
@@ -77,10 +78,10 @@ def arguments() -> tuple[str, ...]:
             out += ["--ro-bind", str(path), str(path)]
     covered: list[Path] = []
     for folder in sorted(set(_private())):
-        if folder.is_dir() and folder.is_relative_to("/usr") and folder != Path("/usr"):
-            if not any(folder.is_relative_to(done) for done in covered):
-                covered.append(folder)
-                out += ["--size", "4096", "--tmpfs", str(folder), "--remount-ro", str(folder)]
+        below = folder.is_dir() and folder.is_relative_to("/usr") and folder != Path("/usr")
+        if below and not any(folder.is_relative_to(done) for done in covered):
+            covered.append(folder)
+            out += ["--size", "4096", "--tmpfs", str(folder), "--remount-ro", str(folder)]
     etc = [Path("/etc", name) for name in ETC]
     etc += [path for pattern in ETC_GLOBS for path in sorted(Path("/etc").glob(pattern))]
     for path in etc:

@@ -151,7 +151,7 @@ class Pool:
             await self.release(box)
 
     async def acquire(self, spec: Spec, *, timeout_s: float = 30.0) -> LeasedBox:
-        """Return a fresh box; pair with :meth:`release`. Raises ``DeadlineExceeded`` saying why there is none."""
+        """Return a fresh box; pair with :meth:`release`. Raises ``DeadlineExceeded`` with the reason."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         await self._admit(timeout_s)

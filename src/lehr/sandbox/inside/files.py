@@ -1,0 +1,137 @@
+"""Files of the box, opened component by component without ever following a link."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+DEPTH = 128
+NAMES_BYTES = 1 << 20
+CHUNK = 1 << 16
+
+
+def folder(path: str, create: bool = False) -> tuple[int, str]:
+    """Open the parent of ``path`` (relative to /work); return it and the last name."""
+    parts = [part for part in os.path.normpath(os.path.join("/work", path)).split("/") if part]
+    if len(parts) > DEPTH:
+        raise OSError(errno.ENAMETOOLONG, f"deeper than {DEPTH} folders")
+    here = os.open("/", OPEN_DIR)
+    for part in parts[:-1]:
+        try:
+            if create:
+                _make(part, here)
+            there = os.open(part, OPEN_DIR, dir_fd=here)
+        finally:
+            os.close(here)
+        here = there
+    return here, parts[-1] if parts else "."
+
+
+def _make(name: str, here: int) -> None:
+    try:
+        os.mkdir(name, 0o755, dir_fd=here)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.EROFS, errno.EACCES):
+            raise
+
+
+def create(path: str, mode: int) -> int:
+    """Open a regular file for writing, emptied; its folders are made."""
+    parent, name = folder(path, create=True)
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | OPEN_FILE, mode, dir_fd=parent)
+    finally:
+        os.close(parent)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+            raise OSError(errno.EPERM, "not a regular file with one name")
+        os.ftruncate(fd, 0)
+        os.fchmod(fd, mode)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_to_read(path: str) -> int:
+    """Open whatever ``path`` names, without waiting and without following; the host judges it."""
+    parent, name = folder(path)
+    try:
+        return os.open(name, os.O_RDONLY | OPEN_FILE, dir_fd=parent)
+    finally:
+        os.close(parent)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of ``data``."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def pack_tree(path: str, pack: int, limit_files: int, limit_bytes: int) -> list[tuple[str, int]]:
+    """Append every regular file below ``path`` to ``pack``; return (name, size), -1 for a folder.
+
+    What is neither a file nor a folder, and what cannot be opened, is left out.
+    """
+    entries: list[tuple[str, int]] = []
+    room, names = limit_bytes, 0
+    todo = [""]
+    while todo:
+        inner = todo.pop()
+        parent, name = folder(os.path.join(path, inner))
+        try:
+            here = os.open(name, OPEN_DIR, dir_fd=parent)
+        except OSError:
+            if not inner:
+                raise
+            continue
+        finally:
+            os.close(parent)
+        try:
+            for item in sorted(os.listdir(here)):
+                size = _pack(here, item, pack, room)
+                if size is None:
+                    continue
+                entries.append((os.path.join(inner, item), size))
+                names += len(entries[-1][0])
+                if len(entries) > limit_files or names > NAMES_BYTES:
+                    raise OSError(errno.E2BIG, f"more than {limit_files} files, or names too long")
+                if size < 0:
+                    todo.append(entries[-1][0])
+                else:
+                    room -= size
+        finally:
+            os.close(here)
+    return entries
+
+
+def _pack(here: int, name: str, pack: int, room: int) -> int | None:
+    try:
+        info = os.stat(name, dir_fd=here, follow_symlinks=False)
+        if stat.S_ISDIR(info.st_mode):
+            return -1
+        if not stat.S_ISREG(info.st_mode):
+            return None
+        if info.st_size > room:
+            raise OSError(errno.EFBIG, "more bytes than allowed in all")
+        fd = os.open(name, os.O_RDONLY | OPEN_FILE, dir_fd=here)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.ELOOP, errno.ENOENT):
+            return None
+        raise
+    size = 0
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        while part := os.read(fd, CHUNK):
+            size += len(part)
+            if size > room:
+                raise OSError(errno.EFBIG, "more bytes than allowed in all")
+            write_all(pack, part)
+    finally:
+        os.close(fd)
+    return size

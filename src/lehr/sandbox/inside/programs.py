@@ -1,0 +1,136 @@
+"""Starting a program as a child of process 1, and looking at what runs in the box."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import signal
+import struct
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from lehr.sandbox.inside import rights
+
+TARGETS = (0, 1, 2, 8, 9)
+TELL = 3
+FIRST_FREE = 16
+MOST_FDS = 1 << 16
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Exec:
+    """A program that was started and has not been reported yet."""
+
+    def __init__(self, request: dict[str, Any], pid: int, cpu_s: float) -> None:
+        self.id: int = request["id"]
+        self.pid = pid
+        self.shell: bool = request.get("shell", False)
+        self.cpu_before_s = cpu_s
+        self.peak_bytes = 0
+        self.peak_pids = 1
+        self.ended_by = ""
+
+
+def start(request: dict[str, Any], fds: list[int], cpu_s: float) -> Exec:
+    """Fork and become the program; returns once it runs, or has said why it cannot."""
+    told, tell = os.pipe2(os.O_CLOEXEC)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _child(request, fds, tell)
+    except OSError:
+        os.close(told)
+        raise
+    finally:
+        os.close(tell)
+    done = Exec(request, pid, cpu_s)
+    report = os.read(told, 4)
+    os.close(told)
+    if report:
+        done.ended_by = f"start:{struct.unpack('!i', report)[0]}"
+    return done
+
+
+def _child(request: dict[str, Any], fds: list[int], tell: int) -> None:
+    try:
+        _become(request, fds, tell)
+    except OSError as error:
+        os.write(TELL, struct.pack("!i", error.errno or errno.EIO))
+    except ValueError:
+        os.write(TELL, struct.pack("!i", errno.EINVAL))
+    finally:
+        os._exit(127)
+
+
+def _become(request: dict[str, Any], fds: list[int], tell: int) -> None:
+    os.setsid()
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for fd in [*fds, tell]]
+    for source, target in zip(high, TARGETS[: len(fds)], strict=False):
+        os.dup2(source, target, inheritable=True)
+    os.dup2(high[-1], TELL, inheritable=False)
+    keep = {*TARGETS[: len(fds)], TELL}
+    low = 0
+    for fd in sorted(keep):
+        if low < fd:  # an empty range would be read as everything
+            os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, MOST_FDS)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    for name, wanted in request["rlimits"].items():
+        kind = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(kind)[1]
+        soft, top = (value if hard == resource.RLIM_INFINITY else min(value, hard) for value in wanted)
+        resource.setrlimit(kind, (soft, top))
+    os.umask(0o022)
+    os.chdir(os.path.join("/work", request["cwd"]))
+    rights.become_dumpable()
+    with open("/proc/self/oom_score_adj", "w") as handle:
+        handle.write("1000")
+    os.execvpe(request["argv"][0], request["argv"], request["env"])
+
+
+class Load(NamedTuple):
+    """What runs in the box besides process 1."""
+
+    threads: int
+    bytes: int
+    cpu_s: float
+
+
+def processes() -> list[int]:
+    """Return the numbers of everything that runs in the box."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` after the name, or none if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as handle:
+            return handle.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def load() -> Load:
+    """Add up threads, resident bytes and CPU seconds of all programs that are alive."""
+    threads, total, cpu_s = 0, 0, 0.0
+    for pid in processes():
+        fields = stat_of(pid) if pid != 1 else []
+        if fields:
+            threads += int(fields[17])
+            cpu_s += sum(map(int, fields[11:15])) / TICKS
+            total += int(fields[21]) * PAGE
+    return Load(threads, total, cpu_s)
+
+
+def descendants(roots: Iterable[int]) -> set[int]:
+    """Return ``roots`` and everything below them."""
+    parents = {pid: int(fields[1]) for pid in processes() if (fields := stat_of(pid))}
+    found = set(roots)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found

@@ -1,0 +1,267 @@
+"""The loop of process 1: frames in, programs started, ends reported, files lent.
+
+A frame is ``!II`` (lengths of header and payload), a JSON header, a payload. Descriptors ride on the first
+byte of a frame.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import time
+from typing import Any, NoReturn
+
+from lehr.sandbox.inside import files, programs, rights
+
+SWEEP_S = 1.0
+LOOK_S = 0.02
+NAP_S = 0.0005
+
+
+class Runner:
+    """Serves the control socket until it closes; then the box ends with it."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.execs: dict[int, programs.Exec] = {}
+        self.watch: dict[str, Any] | None = None
+        self.looked = 0.0
+
+    def serve(self) -> None:
+        """Set the box up, say so, and serve."""
+        config, _, _ = self.receive()
+        self.watch = config if config["watch"] else None
+        try:
+            rights.set_up(config)
+        except OSError as error:
+            self.send({"id": 0, "error": error.strerror})
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, _wake)
+        wake, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        self.send({"id": 0})
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        while True:
+            watched = self.watch is not None and bool(self.execs)
+            for fd, _ in poll.poll(LOOK_S * 1000 if watched else None):
+                if fd == wake:
+                    os.read(wake, 4096)
+                else:
+                    self.handle()
+            self.reap()
+            if watched:
+                self.look()
+
+    # --- the wire
+
+    def receive(self) -> tuple[dict[str, Any], list[int], int]:
+        """Return the next header, its descriptors and the length of the payload still to be read."""
+        head, fds, _, _ = socket.recv_fds(self.control, 8, 8)
+        if not head:
+            farewell()
+        head += self.exactly(8 - len(head))
+        size, payload = struct.unpack("!II", head)
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        return json.loads(self.exactly(size)), list(fds), payload
+
+    def exactly(self, count: int) -> bytes:
+        """Read ``count`` bytes; the host gone is the end of the box."""
+        parts: list[bytes] = []
+        while count:
+            part = self.control.recv(min(count, files.CHUNK))
+            if not part:
+                farewell()
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def send(self, header: dict[str, Any], *fds: int) -> None:
+        """Send one frame without payload."""
+        body = json.dumps({**header, "fds": len(fds)}).encode()
+        frame = struct.pack("!II", len(body), 0) + body
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        sent = self.control.sendmsg([frame], ancillary)
+        if sent < len(frame):
+            self.control.sendall(frame[sent:])
+
+    def handle(self) -> None:
+        """Serve one request."""
+        request, fds, payload = self.receive()
+        operation = request["op"]
+        try:
+            if operation == "exec":
+                started = programs.start(request, fds, spent_s())
+                self.execs[started.pid] = started
+            elif operation == "kill":
+                self.kill(request["target"], children_only=request["children"])
+            elif operation == "write":
+                self.write(request, payload)
+            elif operation == "open":
+                self.lend(request["id"], files.open_to_read(request["path"]))
+            elif operation == "tree":
+                self.tree(request)
+        except OSError as error:
+            self.send({"id": request["id"], "error": error.strerror or str(error), "errno": error.errno})
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    # --- files
+
+    def write(self, request: dict[str, Any], left: int) -> None:
+        """Store the payload; whatever happens, all of it is taken off the wire."""
+        fd, failure = -1, None
+        try:
+            fd = files.create(request["path"], request["mode"])
+        except OSError as error:
+            failure = error
+        while left:
+            part = self.exactly(min(left, files.CHUNK))
+            left -= len(part)
+            try:
+                if failure is None:
+                    files.write_all(fd, part)
+            except OSError as error:
+                failure = error
+        if fd >= 0:
+            os.close(fd)
+        if failure is not None:
+            raise failure
+        self.send({"id": request["id"]})
+
+    def lend(self, number: int, fd: int) -> None:
+        """Hand an open file to the host."""
+        try:
+            self.send({"id": number}, fd)
+        finally:
+            os.close(fd)
+
+    def tree(self, request: dict[str, Any]) -> None:
+        """Hand a folder's files to the host, packed into one memory file."""
+        pack = os.memfd_create("tree", os.MFD_CLOEXEC)
+        try:
+            entries = files.pack_tree(request["path"], pack, request["limit_files"], request["limit_bytes"])
+            self.send({"id": request["id"], "entries": entries}, pack)
+        finally:
+            os.close(pack)
+
+    # --- programs
+
+    def reap(self) -> None:
+        """Collect everything that ended; report a program once nothing of it is left alive."""
+        while True:
+            try:
+                pid, status, used = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.execs:
+                self.finish(self.execs.pop(pid), status, used.ru_maxrss * 1024)
+
+    def finish(self, done: programs.Exec, status: int, peak_bytes: int) -> None:
+        """Report how a program ended, after the rest of it was killed."""
+        disk = os.statvfs("/work")
+        resisted = self.sweep()
+        self.send(
+            {
+                "id": done.id,
+                "status": os.waitstatus_to_exitcode(status),
+                "ended_by": done.ended_by,
+                "full": disk.f_bavail == 0 or disk.f_favail == 0,
+                "resisted": resisted,
+                "cpu_s": spent_s() - done.cpu_before_s,
+                "peak_bytes": max(done.peak_bytes, peak_bytes),
+                "peak_pids": done.peak_pids,
+            }
+        )
+
+    def sweep(self) -> int:
+        """Kill all but what is still open and its descendants; return how many resisted."""
+        end = time.monotonic() + SWEEP_S
+        while True:
+            if self.execs:
+                left = set(programs.processes()) - programs.descendants(self.execs) - {1}
+                for pid in left:
+                    _signal(pid)
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+                if not left:
+                    return 0
+            else:
+                _signal(-1)
+                try:
+                    while os.waitpid(-1, os.WNOHANG)[0]:
+                        pass
+                except ChildProcessError:
+                    return 0
+            if time.monotonic() > end:
+                return len(programs.processes())
+            time.sleep(NAP_S)
+
+    def kill(self, target: int, *, children_only: bool = False) -> None:
+        """End a program, or only what it started."""
+        for item in self.execs.values():
+            if item.id == target:
+                others = set(self.execs) - {item.pid}
+                if not others and not children_only:
+                    _signal(-1)
+                    continue
+                spared = {*others, item.pid} if children_only else others
+                for pid in programs.descendants({item.pid}) - spared:
+                    _signal(pid)
+
+    def look(self) -> None:
+        """Where no cgroup limits the box: add up what its programs use, and end what exceeds a limit."""
+        limits = self.watch
+        if limits is None or time.monotonic() - self.looked < LOOK_S:
+            return
+        self.looked = time.monotonic()
+        load = programs.load()
+        for item in self.execs.values():
+            item.peak_bytes = max(item.peak_bytes, load.bytes)
+            item.peak_pids = max(item.peak_pids, load.threads)
+            if load.bytes > limits["memory_bytes"]:
+                reason = "oom"
+            elif spent_s() + load.cpu_s - item.cpu_before_s > limits["cpu_s"] and not item.shell:
+                reason = "cpu"
+            else:
+                continue
+            item.ended_by = item.ended_by or reason
+            self.kill(item.id, children_only=item.shell)
+
+
+def _wake(_number: int, _frame: object) -> None:
+    """Make the wake-up descriptor readable; the loop does the rest."""
+
+
+def _signal(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def spent_s() -> float:
+    """Return the CPU seconds of everything that was ever collected."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def farewell() -> NoReturn:
+    """End the box: process 1 takes everything with it."""
+    os._exit(0)
+
+
+def serve(control: socket.socket) -> None:
+    """Run process 1 on its control socket."""
+    Runner(control).serve()
