@@ -152,7 +152,7 @@ def new_from_jsonl(name: str, file: Path, into: Path) -> Path:
     if folder.exists():
         raise ConfigError(f"{folder} exists already", hint="Choose another name, or remove the folder.")
     rows = read_rows(file)
-    sizes = {split: sum(home == split for _, home in rows) for split in SPLITS}
+    sizes: dict[Split, int] = {split: sum(home == split for _, home in rows) for split in SPLITS}
     longest = max(len(row.answer.encode()) for row, _ in rows)
     folder.mkdir(parents=True)
     (folder / DATA).write_bytes(file.read_bytes())

@@ -7,16 +7,20 @@ judged makes the whole reward ``Invalid``: it is never counted as zero and never
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 
 from lehr.core.episode import Evidence
 from lehr.core.errors import DeadlineExceeded, LehrError
 from lehr.core.reward import Invalid, Reward, checked
 from lehr.core.task import Gold, RewardTerm, Task
-from lehr.sandbox.base import Boxes
+from lehr.sandbox.base import Box, Boxes, Spec
 from lehr.sandbox.errors import SandboxError
 from lehr.verify import verifiers as _builtin
 from lehr.verify.base import VERIFIERS, NoScore, Score, Verifier
+
+QUEUE_S = 300.0
+"""Longest wait in line for a box of a verifier."""
 
 _builtin.register(VERIFIERS)
 
@@ -78,6 +82,34 @@ def _combine(
     return checked(value, low, high, parts=parts, passed=value >= pass_at)
 
 
+class _Clocked:
+    """Boxes whose waiting line does not count against a verifier's deadline: queue time is nobody's fault."""
+
+    def __init__(self, boxes: Boxes, timer: asyncio.Timeout) -> None:
+        self._boxes = boxes
+        self._timer = timer
+
+    @asynccontextmanager
+    async def lease(self, spec: Spec, *, timeout_s: float = QUEUE_S) -> AsyncGenerator[Box, None]:
+        box = await self.acquire(spec, timeout_s=timeout_s)
+        try:
+            yield box
+        finally:
+            await self.release(box)
+
+    async def acquire(self, spec: Spec, *, timeout_s: float = QUEUE_S) -> Box:
+        loop = asyncio.get_running_loop()
+        left = (self._timer.when() or loop.time()) - loop.time()
+        self._timer.reschedule(None)
+        try:
+            return await self._boxes.acquire(spec, timeout_s=timeout_s)
+        finally:
+            self._timer.reschedule(loop.time() + left)
+
+    async def release(self, box: Box) -> None:
+        await self._boxes.release(box)
+
+
 async def _judge_term(
     term: RewardTerm,
     verifier: Verifier,
@@ -89,8 +121,8 @@ async def _judge_term(
 ) -> Score | NoScore:
     """The boundary at which a failing verifier becomes data."""
     try:
-        async with asyncio.timeout(timeout_s):
-            return await verifier(task, evidence, gold, boxes)
+        async with asyncio.timeout(timeout_s) as timer:
+            return await verifier(task, evidence, gold, _Clocked(boxes, timer))
     except DeadlineExceeded as error:
         return NoScore("sandbox", str(error))
     except TimeoutError:

@@ -21,18 +21,15 @@ _FENCE = re.compile(r"```(?:sh|bash|shell)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 
 
 class TerminalEnvironment:
-    """Runs every turn's block with ``sh`` in one box per episode."""
+    """Runs every turn's block with ``sh`` in one box per episode.
+
+    The box is leased when the first block is to run, not while the model is still writing it: boxes are
+    scarcer than episodes.
+    """
 
     async def open(self, task: Task, boxes: Boxes) -> Episode:
-        """Lease a box and place the task's files. Raises the pool's errors."""
-        box = await boxes.acquire(spec_of(task))
-        try:
-            for path, text in task.files.items():
-                await box.write(path, text.encode())
-        except BaseException:
-            await boxes.release(box)
-            raise
-        return _TerminalEpisode(task, boxes, box)
+        """Start an episode."""
+        return _TerminalEpisode(task, boxes)
 
 
 def spec_of(task: Task) -> Spec:
@@ -43,10 +40,10 @@ def spec_of(task: Task) -> Spec:
 
 
 class _TerminalEpisode:
-    def __init__(self, task: Task, boxes: Boxes, box: Box) -> None:
+    def __init__(self, task: Task, boxes: Boxes) -> None:
         self._task = task
         self._boxes = boxes
-        self._box = box
+        self._box: Box | None = None
         self._answer = ""
         self._turns = 0
         self._evidence: Evidence | None = None
@@ -57,27 +54,40 @@ class _TerminalEpisode:
         found = _FENCE.search(turn.text)
         if found is None:
             return Observation(done=True)
-        result = await self._box.exec(["/bin/sh", "-c", found[1]], timeout_s=COMMAND_S)
+        box = self._box or await self._lease()
+        result = await box.exec(["/bin/sh", "-c", found[1]], timeout_s=COMMAND_S)
         if result.verdict == "broken":
             raise SandboxError(f"the box of {self._task.id} broke: {result.detail}")
         return _says(_shown(result))
 
     async def close(self) -> Evidence:
         if self._evidence is None:
-            try:
-                files = await self._files()
-            finally:
-                await self._boxes.release(self._box)
+            box, self._box = self._box, None
+            if box is None:
+                files = {path: text.encode() for path, text in self._task.files.items()}
+            else:
+                try:
+                    files = await _files(box)
+                finally:
+                    await self._boxes.release(box)
             self._evidence = Evidence(self._task.id, self._answer, files, self._turns)
         return self._evidence
 
-    async def _files(self) -> dict[str, bytes]:
-        """Return the files, and folders as ``name/``. A tree that is refused (too large) counts as empty."""
-        try:
-            tree = await self._box.tree()
-        except Refused:
-            return {}
-        return {path if data is not None else f"{path}/": data or b"" for path, data in tree.items()}
+    async def _lease(self) -> Box:
+        """Lease the box and place the task's files. Raises the pool's errors."""
+        self._box = await self._boxes.acquire(spec_of(self._task), timeout_s=self._task.timeout_s)
+        for path, text in self._task.files.items():
+            await self._box.write(path, text.encode())
+        return self._box
+
+
+async def _files(box: Box) -> dict[str, bytes]:
+    """Return the files, and folders as ``name/``. A tree that is refused (too large) counts as empty."""
+    try:
+        tree = await box.tree()
+    except Refused:
+        return {}
+    return {path if data is not None else f"{path}/": data or b"" for path, data in tree.items()}
 
 
 def _says(text: str) -> Observation:
