@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,7 +13,9 @@ from lehr.app.progress import progress
 from lehr.app.session import Session, shown
 from lehr.app.tables import console
 from lehr.pipeline.observer import Observer
-from lehr.pipeline.run import RunResult
+
+if TYPE_CHECKING:
+    from lehr.pipeline.run import RunResult
 
 
 def launch(session: Session, folder: Path, begin: Callable[[Observer], RunResult]) -> None:

@@ -29,9 +29,10 @@ def quickstart(session: Session, model: str, control: bool, folder: Path | None,
     from lehr.app.launch import launch, new_folder
     from lehr.app.preflight import require_fit_host
     from lehr.pipeline.recipe import quickstart_recipe
-    from lehr.pipeline.run import start_run
 
     require_fit_host()
+    from lehr.pipeline.run import start_run
+
     recipe = quickstart_recipe(model, control=control, seed=seed)
     path = folder or new_folder("quickstart")
     click.echo(f"{recipe.model} on {', '.join(recipe.domains)}, in {path}")

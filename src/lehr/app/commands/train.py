@@ -26,13 +26,14 @@ def train(session: Session, recipe: Path, overrides: tuple[str, ...], folder: Pa
     from lehr.app.tables import print_json
     from lehr.core.config import load
     from lehr.pipeline.recipe import Recipe
-    from lehr.pipeline.run import start_run
 
     resolved = load(Recipe, recipe, overrides)
     if check:
         print_json({"digest": resolved.digest(), "recipe": resolved.model_dump(mode="json")})
         return
     require_fit_host()
+    from lehr.pipeline.run import start_run
+
     path = folder or new_folder(recipe.stem)
     click.echo(f"{resolved.model} on {', '.join(resolved.domains)}, in {path}")
     launch(session, path, lambda observer: start_run(resolved, path, observer))

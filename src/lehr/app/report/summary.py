@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lehr.evals.stats import paired_difference, wilson
+from lehr.evals.stats import Paired, paired_difference, wilson
 from lehr.rollout.base import Judged
 
 
@@ -41,16 +41,6 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """Mean over tasks of (after - before), with its 95 % interval, as fractions. ``n`` tasks have both."""
-
-    n: int
-    diff: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """stages: per stage, a rate per domain. pooled: per stage, over all domains. paired: for "rl_minus_sft"
     and the like, pooled; paired_by_domain: the same for each domain.
@@ -58,8 +48,8 @@ class Summary:
 
     stages: Mapping[str, Mapping[str, Rate]]
     pooled: Mapping[str, Rate]
-    paired: Mapping[str, Difference]
-    paired_by_domain: Mapping[str, Mapping[str, Difference]]
+    paired: Mapping[str, Paired]
+    paired_by_domain: Mapping[str, Mapping[str, Paired]]
     seconds: Mapping[str, float]
 
     @property
@@ -102,8 +92,8 @@ def summarise(
         stage: {domain: [a for a in attempts if (a.stage, a.domain) == (stage, domain)] for domain in domains}
         for stage in present
     }
-    paired: dict[str, Difference] = {}
-    by_domain: dict[str, dict[str, Difference]] = {}
+    paired: dict[str, Paired] = {}
+    by_domain: dict[str, dict[str, Paired]] = {}
     for after, before in pairs:
         if after not in present or before not in present:
             continue
@@ -132,11 +122,8 @@ def _rate(attempts: Sequence[Attempt]) -> Rate:
     return Rate(len(valid), passed, low, high)
 
 
-def _difference(after: Sequence[Attempt], before: Sequence[Attempt]) -> Difference | None:
-    first = {a.task_id: a.passed for a in before if a.valid}
-    second = {a.task_id: a.passed for a in after if a.valid}
-    shared = sorted(first.keys() & second.keys())
-    if not shared:
-        return None
-    diff, low, high = paired_difference([second[t] for t in shared], [first[t] for t in shared])
-    return Difference(len(shared), diff, low, high)
+def _difference(after: Sequence[Attempt], before: Sequence[Attempt]) -> Paired | None:
+    first = {a.task_id: float(a.passed) for a in before if a.valid}
+    second = {a.task_id: float(a.passed) for a in after if a.valid}
+    found = paired_difference(second, first, {a.task_id: a.domain for a in after})
+    return found if found.n else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lehr.app.report.summary import Difference, Rate, Summary
+from lehr.app.report.summary import Rate, Summary
+from lehr.evals.stats import Paired
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +59,7 @@ def difference_title(name: str) -> str:
     return f"{title_of(after)} minus {title_of(before)}"
 
 
-def difference_text(difference: Difference) -> str:
+def difference_text(difference: Paired) -> str:
     """Return ``+13.0 points (+8.1 to +17.9), n = 300``."""
     return (
         f"{difference.diff * 100:+.1f} points "
