@@ -1,6 +1,6 @@
 """How much work may be started, so that nothing is trained on weights that are too old.
 
-The rule of AReaL (arXiv 2505.24298, section 5.1): at version v, with batches of B groups and a bound of
+The rule of AReaL (arXiv 2505.24298): at version v, with batches of B groups and a bound of
 eta versions, no more than ``(v + eta + 1) * B`` groups may ever have been started. A slow group is never
 thrown away; it holds its place, and fewer new ones are let in.
 """

@@ -70,7 +70,8 @@ class PassRateScheduler:
             f"; {counts.invalid} attempts could not be judged and change nothing" if counts.invalid else ""
         )
         if not counts.attempts:
-            return f"{domain} has {share:.0%}: no attempt has been judged yet, so it counts as at its target{invalid}"
+            unknown = "no attempt has been judged yet, so it counts as at its target"
+            return f"{domain} has {share:.0%}: {unknown}{invalid}"
         rate = self._rate(domain)
         factor = multiplier(rate, target, self._config.strength)
         side = "at" if abs(rate - target) < 0.005 else "below" if rate < target else "above"
@@ -98,7 +99,7 @@ class PassRateScheduler:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state. Refuses one of other domains, sizes, split or seed: it would repeat tasks."""
+        """Take over a saved state. Refuses one of another seed, split or sizes: it would repeat tasks."""
         mine = self.state()
         for key in ("seed", "split", "sizes"):
             if state.get(key) != mine[key]:

@@ -67,18 +67,18 @@ def test_calls_run_side_by_side(tmp_path: Path) -> None:
 
 def test_failures_arrive_as_the_error_they_name(tmp_path: Path) -> None:
     async def body(cluster: LocalCluster, handle: LocalHandle) -> None:
-        with pytest.raises(ToyTooLarge, match="31 tokens do not fit. Expected at most 16"):
+        with pytest.raises(ToyTooLarge, match=r"31 tokens do not fit. Expected at most 16"):
             await handle.call("fail", "large")
-        with pytest.raises(RemoteError, match="by zero") as caught:
+        with pytest.raises(RemoteError, match=r"by zero") as caught:
             await handle.call("fail", "other")
         assert caught.value.code == "ZeroDivisionError"
-        with pytest.raises(BadRequest, match="did you|Expected 'toy.count'"):
+        with pytest.raises(BadRequest, match=r"did you|Expected 'toy.count'"):
             await handle.call("cuont")
-        with pytest.raises(BadRequest, match="body of toy.double"):
+        with pytest.raises(BadRequest, match=r"body of toy.double"):
             await handle.call("double", {"name": 3})
-        with pytest.raises(BadRequest, match="takes no argument"):
+        with pytest.raises(BadRequest, match=r"takes no argument"):
             await handle.call("count", 3)
-        with pytest.raises(CodecError, match="PosixPath"):
+        with pytest.raises(CodecError, match=r"PosixPath"):
             await handle.call("unsendable")
         assert await handle.call("count", returns=int) == 1
 
@@ -106,7 +106,7 @@ def test_a_killed_role_fails_its_calls_at_once(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         begun = time.monotonic()
         os.kill(handle.pid, signal.SIGKILL)
-        with pytest.raises(RoleLost, match="SIGKILL"):
+        with pytest.raises(RoleLost, match=r"SIGKILL"):
             await waiting
         assert time.monotonic() - begun < 1.0
         with pytest.raises(RoleLost):
@@ -154,7 +154,7 @@ def test_a_cancelled_call_cancels_its_handler(tmp_path: Path) -> None:
 
 def test_a_call_ends_at_its_deadline_on_both_sides(tmp_path: Path) -> None:
     async def body(cluster: LocalCluster, handle: LocalHandle) -> None:
-        with pytest.raises(DeadlineExceeded, match="toy.hold"):
+        with pytest.raises(DeadlineExceeded, match=r"toy.hold"):
             await handle.call("hold", 60.0, timeout_s=0.3)
         await asyncio.to_thread(wait_until, (tmp_path / "marker").exists)
 
@@ -165,16 +165,16 @@ def test_a_role_that_cannot_be_built_says_why(tmp_path: Path) -> None:
     async def main() -> None:
         cluster = LocalCluster(tmp_path)
         try:
-            with pytest.raises(ConfigError, match="/nowhere does not exist"):
+            with pytest.raises(ConfigError, match=r"/nowhere does not exist"):
                 await cluster.start(toy(tmp_path, refuse=True), timeout_s=30)
             with pytest.raises(RoleLost, match=r"(?s)status 3.*last words"):
                 await cluster.start(toy(tmp_path, exit=True), timeout_s=30)
-            with pytest.raises(LehrError, match="no_such_module"):
+            with pytest.raises(LehrError, match=r"no_such_module"):
                 await cluster.start(Role("odd", "no_such_module:make"), timeout_s=30)
-            with pytest.raises(DeadlineExceeded, match="not ready within"):
+            with pytest.raises(DeadlineExceeded, match=r"not ready within"):
                 await cluster.start(toy(tmp_path, slow=30), timeout_s=1.0)
             await cluster.start(toy(tmp_path), timeout_s=30)
-            with pytest.raises(ConfigError, match="running already"):
+            with pytest.raises(ConfigError, match=r"running already"):
                 await cluster.start(toy(tmp_path), timeout_s=30)
         finally:
             await cluster.close()
