@@ -138,3 +138,13 @@ def _installed(name: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def sandbox_checks() -> list[Check]:
+    """Return what isolates the code that a model writes, and whether a box really runs here."""
+    from lehr.app.preflight import box_problem
+
+    problem = box_problem()
+    if problem is None:
+        return [Check("box", "ok", "a program ran in one")]
+    return [Check("box", "missing", problem.what, problem.hint or problem.expected)]

@@ -14,7 +14,6 @@ from lehr.app.report.record import Record, read_record
 from lehr.app.report.summary import Summary, summarise
 from lehr.app.report.transcript import choose_samples, pieces_of
 from lehr.model.base import Renderer
-
 from lehr.pipeline.folder import replace_text
 from lehr.pipeline.models import load_renderer, trained_model
 
