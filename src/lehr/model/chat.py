@@ -103,7 +103,9 @@ class ChatRenderer:
             raise TemplateError(message)
 
         place = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        place.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, indent=kw.get("indent"))
+        place.filters["tojson"] = lambda value, **kw: json.dumps(
+            value, ensure_ascii=False, indent=kw.get("indent")
+        )
         place.globals["raise_exception"] = refuse
         place.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
@@ -115,12 +117,20 @@ class ChatRenderer:
         from jinja2 import TemplateError
 
         names = {v: k for k, v in self._tokenizer.specials.items()}
-        bos = "<s>" if "<s>" in self._tokenizer.specials else self._tokenizer.specials.get("<|begin_of_text|>", "")
+        bos = (
+            "<s>"
+            if "<s>" in self._tokenizer.specials
+            else self._tokenizer.specials.get("<|begin_of_text|>", "")
+        )
         bos_text = names.get(bos, "") if isinstance(bos, int) else bos
         eos_text = names.get(self._tokenizer.eos_id, "")
         try:
             return self._compiled.render(
-                messages=messages, tools=tools, add_generation_prompt=prompt, bos_token=bos_text, eos_token=eos_text
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=prompt,
+                bos_token=bos_text,
+                eos_token=eos_text,
             )
         except TemplateError as error:
             roles = ", ".join(m["role"] for m in messages)

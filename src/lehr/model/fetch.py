@@ -54,7 +54,9 @@ def locate(model: str) -> Path:
     if model in MODELS:
         folder = home() / model
         if not _complete(folder):
-            raise ConfigError(f"model {model!r} is not on this machine", hint=f"Run `lehr models fetch {model}`")
+            raise ConfigError(
+                f"model {model!r} is not on this machine", hint=f"Run `lehr models fetch {model}`"
+            )
         return folder
     folder = Path(model).expanduser()
     if not folder.exists():
@@ -85,7 +87,12 @@ def fetch(name: str, say: Say = lambda _: None) -> Path:
     try:
         convert(gguf, work)
         digest = _digest(work / "model.safetensors")
-        receipt = {"name": name, "source": MODELS[name].package, "licence": MODELS[name].licence, "digest": digest}
+        receipt = {
+            "name": name,
+            "source": MODELS[name].package,
+            "licence": MODELS[name].licence,
+            "digest": digest,
+        }
         (work / _RECEIPT).write_text(json.dumps(receipt, indent=2))
         work.chmod(0o755)
         shutil.rmtree(folder, ignore_errors=True)
@@ -231,7 +238,9 @@ def _write_tokenizer(meta: Mapping[str, Any], folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     if meta.get("tokenizer.ggml.model") != "gpt2":
-        raise ConfigError(f"cannot convert the tokenizer {meta.get('tokenizer.ggml.model')!r}", expected="'gpt2'")
+        raise ConfigError(
+            f"cannot convert the tokenizer {meta.get('tokenizer.ggml.model')!r}", expected="'gpt2'"
+        )
     words: list[str] = meta["tokenizer.ggml.tokens"]
     merges = [tuple(m.split(" ", 1)) for m in meta["tokenizer.ggml.merges"]]
     fast = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges))

@@ -38,7 +38,9 @@ class HfTokenizer:
         try:
             self._fast = Fast.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every fault
-            raise ConfigError(f"cannot read {path}: {error}", expected="a Hugging Face tokenizer.json") from error
+            raise ConfigError(
+                f"cannot read {path}: {error}", expected="a Hugging Face tokenizer.json"
+            ) from error
         self._fast.encode_special_tokens = True
         self._folder = folder
         settings = read_json(folder / "tokenizer_config.json")
@@ -83,7 +85,12 @@ class HfTokenizer:
 
     def save(self, folder: Path) -> None:
         """Copy the tokenizer's files into ``folder``."""
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        for name in (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "chat_template.jinja",
+        ):
             source = self._folder / name
             if source.exists() and source.resolve() != (folder / name).resolve():
                 (folder / name).write_bytes(source.read_bytes())

@@ -1,0 +1,231 @@
+"""The native engine behind the asynchronous protocol, in this process.
+
+A thread of its own runs step after step; between two of them it does whatever callers asked for, so that
+nothing ever touches the engine while it computes. A fault inside a step ends every request with it, and
+every later one: an engine that is broken says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lehr.core.batch import Manifest
+from lehr.core.errors import DeadlineExceeded
+from lehr.core.trace import Completion, Sampling, Version
+from lehr.engine.base import EngineError, EngineStats, InFlight
+from lehr.engine.messages import Allotment
+from lehr.engine.native.engine import NativeConfig, NativeEngine
+from lehr.engine.native.request import Request
+from lehr.engine.native.weights import load_published
+from lehr.model.chat import ChatRenderer
+from lehr.model.checkpoint import load_decoder
+from lehr.model.dtype import compute_dtype
+from lehr.model.tokenizer import load_tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A coroutine that waits for a request, and the loop it runs in."""
+
+    future: asyncio.Future[Completion]
+    loop: asyncio.AbstractEventLoop
+
+
+class LocalEngine:
+    """Implements ``engine.base.Engine``. Ready when built; :meth:`close` ends its thread."""
+
+    def __init__(self, native: NativeEngine) -> None:
+        self._native = native
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._waiters: dict[Request, _Waiter] = {}
+        self._closed = False
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, *, session: str = "", timeout_s: float = 600.0
+    ) -> Completion:
+        """Return one completion. A cancelled caller frees the request's blocks before the next step."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        started: list[Request] = []
+
+        def begin() -> None:
+            if future.cancelled():
+                return
+            request = self._native.submit(tokens, sampling, session)
+            started.append(request)
+            self._waiters[request] = _Waiter(future, loop)
+            if request.finished:
+                self._deliver([request])
+
+        def stop() -> None:
+            for request in started:
+                self._native.cancel(request)
+                self._waiters.pop(request, None)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._between_steps(begin)
+                return await future
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"a completion took more than {timeout_s} s") from error
+        finally:
+            if not (future.done() and not future.cancelled()):
+                self._post(stop)
+
+    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
+        """Return float32[T-1]: the log-probability of each token after the first."""
+        return await self._between_steps(lambda: self._native.score(tokens, temperature))
+
+    async def fetch(self, manifest: Manifest) -> None:
+        """Load published weights beside the running ones, while sampling goes on."""
+        native = self._native
+        decoder = await asyncio.to_thread(load_published, manifest, native.model_config, native.dtype)
+        await self._between_steps(lambda: native.offer(manifest.version, decoder))
+
+    async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
+        """Switch to fetched weights between two decode steps."""
+        await self._between_steps(lambda: self._deliver(self._native.activate(version, in_flight)))
+
+    async def abort(self, session: str = "") -> int:
+        """End the requests of ``session`` (all with "") with what they have; return how many there were."""
+
+        def end() -> int:
+            chosen = [r for r in self._native.live() if not session or r.session == session]
+            for request in chosen:
+                self._native.cancel(request)
+            self._deliver(chosen)
+            return len(chosen)
+
+        return await self._between_steps(end)
+
+    async def allot(self, allotment: Allotment) -> None:
+        """Use another number of threads, and other cores, from the next step on."""
+
+        def apply() -> None:
+            torch.set_num_threads(allotment.threads)
+            if allotment.cores:
+                for thread in os.listdir("/proc/self/task"):
+                    try:
+                        os.sched_setaffinity(int(thread), allotment.cores)
+                    except ProcessLookupError:
+                        continue  # the thread ended between listing and pinning
+
+        await self._between_steps(apply)
+
+    async def stats(self) -> EngineStats:
+        """Return a snapshot, taken between two steps."""
+        return await self._between_steps(self._native.stats)
+
+    async def close(self) -> None:
+        """Abort what runs and end the thread. Idempotent."""
+        if self._closed:
+            return
+        await self.abort()
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    async def _between_steps(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the engine's thread before its next step, and return its result."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:  # the boundary: the caller gets it, the engine lives on
+                _call(loop, _set, answer, None, error)
+            else:
+                _call(loop, _set, answer, result, None)
+
+        self._post(run)
+        return await answer
+
+    def _post(self, work: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            if self._broken is not None:
+                raise EngineError(f"the engine broke down: {self._broken!r}") from self._broken
+            self._commands.append(work)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._commands and self._native.idle and not self._closed:
+                    self._wake.wait()
+                if self._closed:
+                    return
+                commands = list(self._commands)
+                self._commands.clear()
+            for command in commands:
+                command()
+            try:
+                self._deliver(self._native.step())
+            except Exception as error:  # the boundary: no request may wait for an engine that is gone
+                self._break(error)
+                return
+
+    def _deliver(self, done: Sequence[Request]) -> None:
+        for request in done:
+            waiter = self._waiters.pop(request, None)
+            if waiter is not None:
+                _call(waiter.loop, _set, waiter.future, request.completion(), None)
+
+    def _break(self, error: Exception) -> None:
+        with self._wake:
+            self._broken = error
+            commands = list(self._commands)
+            self._commands.clear()
+        for waiter in self._waiters.values():
+            failure = EngineError(f"the engine broke down: {error!r}")
+            _call(waiter.loop, _set, waiter.future, None, failure)
+        self._waiters.clear()
+        for command in commands:
+            command()
+
+
+def _set(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Run ``function`` in ``loop``; a loop that was closed has nobody left to tell."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *arguments)
+
+
+def open_engine(
+    folder: Path, config: NativeConfig | None = None, version: Version = Version(0, 0)
+) -> LocalEngine:
+    """Return an engine on the model in ``folder``, whose stop tokens and tokenizer it takes from there."""
+    config = config or NativeConfig()
+    tokenizer = load_tokenizer(folder)
+    decoder = load_decoder(folder, compute_dtype(config.dtype))
+    stop_ids = {*ChatRenderer(tokenizer).stop_ids, *decoder.config.eos_ids}
+    native = NativeEngine(decoder, config=config, tokenizer=tokenizer, stop_ids=stop_ids, version=version)
+    return LocalEngine(native)

@@ -1,0 +1,52 @@
+"""What travels between an engine's process and its callers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lehr.core.trace import Sampling, Version
+from lehr.engine.base import InFlight
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Ask for one completion of ``tokens`` (int32)."""
+
+    tokens: NDArray[np.int32]
+    sampling: Sampling = field(default_factory=Sampling)
+    session: str = ""
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Ask for the log-probability of every token after the first."""
+
+    tokens: NDArray[np.int32]
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ActivateRequest:
+    """Switch to fetched weights."""
+
+    version: Version
+    in_flight: InFlight = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """End the requests of a session, or all with ``session=""``."""
+
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """How much of the machine a role may use from now on. cores: () leaves the pinning as it is."""
+
+    threads: int
+    cores: tuple[int, ...] = ()

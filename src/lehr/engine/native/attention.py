@@ -1,0 +1,107 @@
+"""Attention of one step: single new tokens of many rows, and chunks of prompts, in one forward.
+
+The query heads that share a key head are treated as positions of one query, so that keys and values are
+read once and never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lehr.engine.native.rows import Lane, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """New tokens of one request: where they go, and where they stand in the step's packed tokens."""
+
+    slot: Slot
+    start: int
+    count: int
+    offset: int
+
+
+class StepAttention:
+    """Implements ``model.base.Attend`` over working rows. ``singles`` come first in the packed tokens, those
+    of one lane side by side in the order of their rows; ``chunks`` follow.
+    """
+
+    def __init__(self, singles: Sequence[Span], chunks: Sequence[Span], dtype: torch.dtype) -> None:
+        lanes: dict[Lane, list[Span]] = {}
+        for span in singles:
+            lanes.setdefault(span.slot.lane, []).append(span)
+        self._singles = [_Singles(lane, spans, dtype) for lane, spans in lanes.items()]
+        self._chunks = [(span, causal_mask(span.start, span.count, dtype)) for span in chunks]
+
+    def __call__(self, layer: int, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
+        """Store the new keys and values of ``layer`` and return the attention output, ``[T, H, E]``."""
+        out_THE = torch.empty_like(query_THE)
+        for group in self._singles:
+            group.attend(layer, query_THE, key_TKE, value_TKE, out_THE)
+        for span, mask in self._chunks:
+            part = slice(span.offset, span.offset + span.count)
+            kv = span.slot.lane.kv[layer, :, span.slot.row]
+            end = span.start + span.count
+            kv[0, :, span.start : end] = key_TKE[part].transpose(0, 1)
+            kv[1, :, span.start : end] = value_TKE[part].transpose(0, 1)
+            out_THE[part] = grouped_attention(query_THE[part], kv[0, :, :end], kv[1, :, :end], mask)
+        return out_THE
+
+
+class _Singles:
+    """The rows of one lane that add one token each."""
+
+    def __init__(self, lane: Lane, spans: Sequence[Span], dtype: torch.dtype) -> None:
+        self.lane = lane
+        self.part = slice(spans[0].offset, spans[0].offset + len(spans))
+        rows = [s.slot.row for s in spans]
+        self.rows_N = torch.tensor(rows)
+        self.starts_N = torch.tensor([s.start for s in spans])
+        self.longest = int(self.starts_N.max()) + 1
+        self.dense = rows == list(range(len(spans)))
+        beyond_NS = torch.arange(self.longest) > self.starts_N[:, None]
+        mask_NS = torch.zeros(beyond_NS.shape, dtype=dtype).masked_fill_(beyond_NS, float("-inf"))
+        self.mask_N11S = mask_NS[:, None, None]
+
+    def attend(
+        self, layer: int, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, out_THE: Tensor
+    ) -> None:
+        kv = self.lane.kv[layer]
+        key, value = kv[0], kv[1]
+        key[self.rows_N, :, self.starts_N] = key_TKE[self.part]
+        value[self.rows_N, :, self.starts_N] = value_TKE[self.part]
+        count = len(self.rows_N)
+        if self.dense:
+            key, value = key[:count], value[:count]
+        else:
+            key, value = key[self.rows_N, :, : self.longest], value[self.rows_N, :, : self.longest]
+        heads, size = key.shape[1], key.shape[3]
+        query_BRE = query_THE[self.part].reshape(count * heads, -1, size)
+        key_BSE = key.flatten(0, 1)[:, : self.longest]
+        value_BSE = value.flatten(0, 1)[:, : self.longest]
+        scores = torch.bmm(query_BRE * size**-0.5, key_BSE.transpose(1, 2))
+        scores_NKRS = scores.view(count, heads, -1, self.longest).add_(self.mask_N11S)
+        shares = torch.softmax(scores_NKRS, dim=-1, dtype=torch.float32).to(scores.dtype).view_as(scores)
+        out_THE[self.part] = torch.bmm(shares, value_BSE).view(count, -1, size)
+
+
+def causal_mask(start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return ``[count, start + count]``: 0 where position ``start + i`` may look, -inf elsewhere."""
+    mask = torch.full((count, start + count), float("-inf"), dtype=dtype)
+    return mask.triu_(start + 1)
+
+
+def grouped_attention(query_LHE: Tensor, key_KSE: Tensor, value_KSE: Tensor, mask_LS: Tensor) -> Tensor:
+    """Return the attention output ``[L, H, E]`` of one sequence."""
+    length, heads, size = query_LHE.shape
+    groups = key_KSE.shape[0]
+    share = heads // groups
+    query = query_LHE.view(length, groups, share, size).permute(1, 2, 0, 3).reshape(1, groups, -1, size)
+    mask = mask_LS.repeat(share, 1)
+    mixed = functional.scaled_dot_product_attention(query, key_KSE[None], value_KSE[None], attn_mask=mask)
+    return mixed.view(groups, share, length, size).permute(2, 0, 1, 3).reshape(length, heads, size)

@@ -1,0 +1,151 @@
+"""Blocks of keys and values, and which prefixes they hold.
+
+Every block is free, cached (its content may be asked for again, least recently used goes first) or held by
+requests. A prefix is named by a chain of hashes, one per block, seeded by the weight version and the
+number format: what was computed under other weights cannot be found, by construction. The last, partly
+filled block of a prompt is found as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lehr.core.trace import Version
+from lehr.engine.native.rows import Slot, lazy_zeros
+from lehr.model.config import ModelConfig
+
+BLOCK = 16
+"""Tokens per block."""
+
+
+def root(version: Version, dtype: torch.dtype) -> bytes:
+    """Return the hash that every chain of this version and number format starts from."""
+    return hashlib.blake2b(f"{version.packed}/{dtype}/exact".encode(), digest_size=16).digest()
+
+
+def link(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Return the hash of a block that holds ``tokens`` after ``parent``."""
+    return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), key=parent, digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the cache holds of a prompt. blocks: whole ones, now held for the caller. part: a block whose
+    first ``part_tokens`` also match; copy them before anything else is allotted.
+    """
+
+    blocks: list[int]
+    part: int = -1
+    part_tokens: int = 0
+
+
+class BlockPool:
+    """A fixed number of blocks. ``free + cached + held == total`` after every call."""
+
+    def __init__(self, config: ModelConfig, total: int, dtype: torch.dtype) -> None:
+        self.total = total
+        c = config
+        self.kv = lazy_zeros((c.num_layers, 2, total, c.num_kv_heads, BLOCK, c.head_size), dtype)
+        self._free = list(range(total - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * total
+        self._held = 0
+        self._by_hash: dict[bytes, int] = {}
+        self._names: dict[int, list[bytes]] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody holds, but whose content can be found."""
+        return len(self._cached)
+
+    @property
+    def held(self) -> int:
+        """Blocks that at least one request holds."""
+        return self._held
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allotted."""
+        return len(self._free) + len(self._cached)
+
+    def allot(self) -> int:
+        """Return a block, held once; evicts the least recently used one if none is free."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        self._references[block] = 1
+        self._held += 1
+        return block
+
+    def hold(self, block: int) -> None:
+        """Hold a block once more."""
+        if self._references[block] == 0:
+            del self._cached[block]
+            self._held += 1
+        self._references[block] += 1
+
+    def release(self, block: int) -> None:
+        """Let go of a block once. The last one to let go leaves it cached if it can be found, else free."""
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self._held -= 1
+            if block in self._names:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def publish(self, block: int, name: bytes, slot: Slot, start: int, count: int) -> None:
+        """Copy ``count`` tokens from a working row and make them findable under ``name``."""
+        self.kv[:, :, block, :, :count] = slot.lane.kv[:, :, slot.row, :, start : start + count]
+        if name not in self._by_hash:
+            self._by_hash[name] = block
+            self._names.setdefault(block, []).append(name)
+
+    def load(self, block: int, slot: Slot, start: int, count: int = BLOCK) -> None:
+        """Copy the first ``count`` tokens of a block into a working row."""
+        slot.lane.kv[:, :, slot.row, :, start : start + count] = self.kv[:, :, block, :, :count]
+
+    def find(self, name: bytes) -> int | None:
+        """Return the block that is published under ``name``."""
+        return self._by_hash.get(name)
+
+    def match(self, chain: Sequence[bytes], seed: bytes, tokens: Sequence[int], limit: int) -> Match:
+        """Return what is cached of ``tokens``, ``limit`` of them at most. Whole blocks are held."""
+        blocks: list[int] = []
+        while (len(blocks) + 1) * BLOCK <= limit and len(blocks) < len(chain):
+            block = self.find(chain[len(blocks)])
+            if block is None:
+                break
+            self.hold(block)
+            blocks.append(block)
+        parent = chain[len(blocks) - 1] if blocks else seed
+        start = len(blocks) * BLOCK
+        for count in range(min(BLOCK, len(tokens) - start), 0, -1):
+            block = self.find(link(parent, tokens[start : start + count]))
+            if block is not None:
+                return Match(blocks, block, min(count, limit - start))
+        return Match(blocks)
+
+    def flush(self) -> None:
+        """Forget every published prefix. Blocks that are held stay held, no longer findable."""
+        self._by_hash.clear()
+        self._names.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def _forget(self, block: int) -> None:
+        for name in self._names.pop(block, ()):
+            del self._by_hash[name]

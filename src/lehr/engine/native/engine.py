@@ -1,0 +1,288 @@
+"""The engine proper: owns the weights, runs steps, hands out what was sampled.
+
+Synchronous and single-threaded: whoever calls :meth:`NativeEngine.step` drives it. ``engine.local`` drives
+one from a thread of its own and gives it the asynchronous protocol.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from lehr.core.config import Config
+from lehr.core.trace import Sampling, Version
+from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
+from lehr.engine.native.attention import Span, StepAttention
+from lehr.engine.native.cache import BLOCK, BlockPool, root
+from lehr.engine.native.packing import pack
+from lehr.engine.native.request import Request
+from lehr.engine.native.rows import Rows
+from lehr.engine.native.sampler import draw, uniform
+from lehr.engine.native.scheduler import Piece, Scheduler
+from lehr.engine.native.scoring import score
+from lehr.engine.native.stops import extend_tail
+from lehr.model.base import Tokenizer
+from lehr.model.decoder import Decoder
+
+
+class NativeConfig(Config):
+    """How much the engine runs at once."""
+
+    max_running: int = Field(64, ge=1)
+    """Requests that decode in one step."""
+    token_budget: int = Field(512, ge=16)
+    """Tokens per step; what decoding leaves of it goes to prompts."""
+    cache_tokens: int = Field(32768, ge=16)
+    """Tokens whose keys and values the block pool can hold, for running requests and prefixes together."""
+    dtype: str = "auto"
+    """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
+
+
+class NativeEngine:
+    """Samples from one decoder. ``decoder`` is taken over: its projections are packed in place.
+
+    stop_ids: tokens that end a completion; none means that only length and stop strings do.
+    tokenizer: needed for stop strings only.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        config: NativeConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        stop_ids: Iterable[int] = (),
+        version: Version = Version(0, 0),
+    ) -> None:
+        self.config = config or NativeConfig()
+        self.model_config = decoder.config
+        self.dtype = decoder.embed.weight.dtype
+        self.version = version
+        self._decoder = pack(decoder)
+        self._fetched: dict[Version, Decoder] = {}
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+        blocks = max(1, self.config.cache_tokens // BLOCK)
+        self._scheduler = Scheduler(
+            BlockPool(self.model_config, blocks, self.dtype),
+            Rows(self.model_config, self.dtype),
+            root(version, self.dtype),
+            max_running=self.config.max_running,
+            token_budget=self.config.token_budget,
+        )
+        self._ids = itertools.count(1)
+        self._prompt_tokens = self._cached_tokens = self._own_tokens = self._steps = 0
+        self._busy_s = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self._scheduler.running and not self._scheduler.waiting
+
+    def submit(self, tokens: Sequence[int], sampling: Sampling, session: str = "") -> Request:
+        """Queue a request and return it. Raises :class:`RequestTooLarge` or :class:`EngineError`."""
+        prompt = list(map(int, tokens))
+        self._check(prompt, sampling)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
+        self._prompt_tokens += len(prompt)
+        if sampling.max_tokens == 0:
+            request.stop = "length"
+        else:
+            self._scheduler.add(request)
+        return request
+
+    def _check(self, prompt: list[int], sampling: Sampling) -> None:
+        longest = len(prompt) + sampling.max_tokens
+        room = min(self.model_config.max_positions, self._scheduler.pool.total * BLOCK)
+        if longest > room:
+            raise RequestTooLarge(
+                f"{len(prompt)} prompt tokens and up to {sampling.max_tokens} new ones cannot fit",
+                expected=f"at most {room} together",
+                hint="Shorten the prompt, lower max_tokens or raise cache_tokens.",
+            )
+        if not prompt:
+            raise EngineError("the prompt is empty", expected="at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.model_config.vocab_size:
+            raise EngineError(
+                f"token {min(prompt) if min(prompt) < 0 else max(prompt)} is outside the vocabulary",
+                expected=f"ids from 0 to {self.model_config.vocab_size - 1}",
+            )
+        if (
+            sampling.max_tokens < 0
+            or sampling.temperature < 0
+            or not 0 < sampling.top_p <= 1
+            or sampling.top_k < 0
+        ):
+            raise EngineError(
+                f"cannot sample with {sampling}", expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
+            )
+        if any(sampling.stop) and self._tokenizer is None:
+            raise EngineError("stop strings need a tokenizer, and this engine was built without one")
+
+    def cancel(self, request: Request) -> None:
+        """End a request with what it has; its blocks are free at once. A finished one stays as it is."""
+        if not request.finished:
+            self._scheduler.drop(request)
+            request.stop = "abort"
+
+    def live(self) -> list[Request]:
+        """Return every request that is not finished."""
+        return [*self._scheduler.running, *self._scheduler.waiting]
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Compute one step and return the requests that it finished."""
+        started = time.perf_counter()
+        pieces = self._scheduler.plan()
+        if not pieces:
+            return []
+        pieces = _in_row_order(pieces)
+        done = self._finish(pieces, self._forward(pieces))
+        self._steps += 1
+        self._busy_s += time.perf_counter() - started
+        pool = self._scheduler.pool
+        if pool.free + pool.cached + pool.held != pool.total:
+            raise EngineError(
+                f"{pool.free} free, {pool.cached} cached and {pool.held} held blocks",
+                expected=f"{pool.total} in all",
+            )
+        return done
+
+    def _forward(self, pieces: list[Piece]) -> torch.Tensor:
+        """Compute the pieces and return the hidden states of the last token of each, ``[N, D]``."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        spans: list[Span] = []
+        for piece in pieces:
+            request, start = piece.request, piece.request.computed
+            if request.slot is None:
+                raise EngineError(f"request {request.id} was planned without a row")
+            request.started = request.started or time.monotonic()
+            spans.append(Span(request.slot, start, piece.count, len(tokens)))
+            tokens.extend(request.tokens[start : start + piece.count])
+            positions.extend(range(start, start + piece.count))
+        singles = sum(1 for p in pieces if p.count == 1)
+        attention = StepAttention(spans[:singles], spans[singles:], self.dtype)
+        hidden_TD = self._decoder.hidden(torch.tensor(tokens), torch.tensor(positions), attention)
+        return hidden_TD[torch.tensor([s.offset + s.count - 1 for s in spans])]
+
+    def _finish(self, pieces: list[Piece], last_ND: torch.Tensor) -> list[Request]:
+        """Draw where a prompt or a token is complete, and end the requests that are done."""
+        complete = [i for i, p in enumerate(pieces) if p.count == p.request.remaining]
+        for piece in pieces:
+            piece.request.computed += piece.count
+        ready = [pieces[i].request for i in complete]
+        for piece in pieces:
+            self._publish(piece.request)
+        if not ready:
+            return []
+        logits_NV = self._decoder.logits(last_ND if len(ready) == len(pieces) else last_ND[complete])
+        where = uniform([r.seed for r in ready], [r.own for r in ready])
+        drawn = draw(logits_NV, [r.sampling for r in ready], where)
+        done: list[Request] = []
+        packed = self.version.packed
+        for i, request in enumerate(ready):
+            if request.own == 0:
+                self._cached_tokens += request.cached_tokens
+            request.tokens.append(drawn.tokens[i])
+            request.logprobs.append(drawn.logprobs[i])
+            request.raw_logprobs.append(drawn.raw_logprobs[i])
+            request.kept_mass.append(drawn.kept_mass[i])
+            request.versions.append(packed)
+            if self._ends(request):
+                self._scheduler.drop(request)
+                done.append(request)
+        self._own_tokens += len(ready)
+        return done
+
+    def _publish(self, request: Request) -> None:
+        if request.computed == request.prompt_length or request.computed % BLOCK == 0 or request.remaining:
+            self._scheduler.publish(request)
+
+    def _ends(self, request: Request) -> bool:
+        token, sampling = request.tokens[-1], request.sampling
+        if token in self._stop_ids:
+            request.stop = "eos"
+        elif any(sampling.stop) and self._tokenizer is not None:
+            stops = [s.encode() for s in sampling.stop if s]
+            request.tail, hit = extend_tail(request.tail, self._tokenizer.token_bytes(token), stops)
+            request.stop = "stop" if hit else None
+        if request.stop is None and request.own >= sampling.max_tokens:
+            request.stop = "length"
+        return request.stop is not None
+
+    def offer(self, version: Version, decoder: Decoder) -> None:
+        """Keep weights, packed by :func:`~lehr.engine.native.packing.pack`, ready for :meth:`activate`."""
+        if version <= self.version:
+            raise EngineError(
+                f"weights {version} are not newer than {self.version}", expected="a higher version"
+            )
+        self._fetched[version] = decoder
+
+    def activate(self, version: Version, in_flight: InFlight = "keep") -> list[Request]:
+        """Switch to offered weights; return the requests that this ended. Versions only rise."""
+        if version == self.version:
+            return []
+        if version < self.version:
+            raise EngineError(f"weights {version} are older than {self.version}", expected="a higher version")
+        if version not in self._fetched:
+            raise EngineError(
+                f"weights {version} were not fetched", hint="Call fetch with their manifest first."
+            )
+        ended: list[Request] = []
+        for request in self._scheduler.running[::-1]:
+            if in_flight == "abort":
+                self.cancel(request)
+                ended.append(request)
+            elif in_flight == "recompute" or request.own == 0:
+                self._scheduler.send_back(request)
+            else:
+                request.kept = request.ever_kept = True
+        self._decoder = self._fetched.pop(version)
+        self._fetched = {v: d for v, d in self._fetched.items() if v > version}
+        self.version = version
+        self._scheduler.restart(root(version, self.dtype))
+        return ended
+
+    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:
+        """Return float32[T-1], the log-probability of each token after the first."""
+        self._check(list(tokens), Sampling(max_tokens=0))
+        return score(self._decoder, list(map(int, tokens)), temperature)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot."""
+        s = self._scheduler
+        return EngineStats(
+            version=self.version,
+            running=len(s.running),
+            waiting=len(s.waiting),
+            blocks_free=s.pool.free,
+            blocks_cached=s.pool.cached,
+            blocks_held=s.pool.held,
+            blocks_total=s.pool.total,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            own_tokens=self._own_tokens,
+            busy_s=self._busy_s,
+            steps=self._steps,
+        )
+
+
+def _in_row_order(pieces: list[Piece]) -> list[Piece]:
+    """Return single tokens first, lane by lane in the order of their rows, then chunks."""
+
+    def place(piece: Piece) -> tuple[int, int, int]:
+        slot = piece.request.slot
+        if slot is None or piece.count > 1:
+            return (1, 0, 0)
+        return (0, slot.lane.capacity, slot.row)
+
+    return sorted(pieces, key=place)

@@ -1,0 +1,47 @@
+"""Weights laid out once for the processor's matrix kernels.
+
+On two AVX2 cores the output layer at 64 rows runs twice as fast from a packed weight as from a plain one,
+the other layers 10 to 25 % faster. Packed modules replace ``nn.Linear`` in the engine's own decoder; they
+hold no plain weight, so a packed decoder can sample and cannot be trained or saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lehr.model.decoder import Decoder
+
+_TYPICAL_ROWS = 64
+
+
+class PackedLinear(nn.Module):
+    """A linear layer on a oneDNN weight. Input ``[N, in]``."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        weight = plain.weight.detach()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+        self.bias = None if plain.bias is None else plain.bias.detach()
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias``."""
+        return torch.ops.mkldnn._linear_pointwise(x_ND, self.packed, self.bias, "none", [], "")
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether this build and processor have packed kernels for ``dtype``."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack(decoder: Decoder) -> Decoder:
+    """Replace every projection of ``decoder`` by a packed one, in place, and return it."""
+    if not can_pack(decoder.embed.weight.dtype):
+        return decoder
+    for layer in decoder.layers:
+        for name in ("qkv", "o", "gate_up", "down"):
+            setattr(layer, name, PackedLinear(layer.get_submodule(name)))
+    decoder.head = PackedLinear(decoder.head)  # pyright: ignore[reportAttributeAccessIssue]
+    return decoder

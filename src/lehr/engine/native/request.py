@@ -1,0 +1,88 @@
+"""One request's life: waiting, computing its prompt, decoding, done.
+
+A request owns its tokens and what was recorded with each. Its keys and values can be taken away at any
+step (preemption, a weight swap) and are computed again; what it sampled stays.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lehr.core.errors import LehrError
+from lehr.core.trace import Completion, KvPolicy, Sampling, StopReason
+from lehr.engine.native.rows import Slot
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt, what was sampled after it, and where its keys and values lie.
+
+    computed: leading tokens whose keys and values are in ``slot``. blocks: of the pool, in order.
+    published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
+    kept: whether keys and values of another weight version are in use.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    sampling: Sampling
+    seed: int
+    session: str = ""
+    logprobs: list[float] = field(default_factory=list[float])
+    raw_logprobs: list[float] = field(default_factory=list[float])
+    kept_mass: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    computed: int = 0
+    slot: Slot | None = None
+    blocks: list[int] = field(default_factory=list[int])
+    chain: list[bytes] = field(default_factory=list[bytes])
+    published: int = 0
+    waits_for: bytes | None = None
+    kept: bool = False
+    ever_kept: bool = False
+    cached_tokens: int = 0
+    tail: bytes = b""
+    stop: StopReason | None = None
+    error: LehrError | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+
+    @property
+    def own(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys and values are still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.stop is not None or self.error is not None
+
+    @property
+    def longest(self) -> int:
+        """Length that it can reach."""
+        return self.prompt_length + self.sampling.max_tokens
+
+    def completion(self) -> Completion:
+        """Return what was sampled. Valid once finished."""
+        policy: KvPolicy = "kept_across_versions" if self.ever_kept else "exact"
+        now = time.monotonic()
+        started = self.started or now
+        return Completion(
+            tokens=np.array(self.tokens[self.prompt_length :], dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            raw_logprobs=np.array(self.raw_logprobs, dtype=np.float32),
+            kept_mass=np.array(self.kept_mass, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int64),
+            stop=self.stop or "abort",
+            cached_tokens=self.cached_tokens,
+            kv_policy=policy,
+            seconds={"queue": started - self.arrived, "generate": now - started},
+        )

@@ -1,0 +1,120 @@
+"""Drawing tokens from logits, all requests at once, in float32.
+
+A token is drawn by inverse transform: one uniform number per row, a search over the sums of vocabulary
+blocks, then one inside the block. Sorting happens only in rows that ask for top-k or top-p. The uniform
+number is a function of the request's seed and the position, so that neither the rest of the batch nor
+preemption changes what is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from lehr.core.trace import Sampling
+
+_WIDTH = 256
+_SHORTLIST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One entry per row, as in ``core.trace.Completion``."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    kept_mass: list[float]
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """Return a number in [0, 1) per row: SplitMix64 (Steele et al. 2014) of seed and position."""
+    with np.errstate(over="ignore"):
+        state = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], np.uint64)
+        state = _mix(state + np.uint64(0x9E3779B97F4A7C15))
+        state = _mix(state + np.array(positions, np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def draw(logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.float64]) -> Drawn:
+    """Draw one token per row. ``logits_NV`` is float32 and is overwritten. ``where``: float64 in [0, 1)."""
+    rows, vocabulary = logits_NV.shape
+    temperatures = [s.temperature for s in settings]
+    greedy = [i for i, t in enumerate(temperatures) if t == 0]
+    if any(t != 1 for t in temperatures):
+        scale = torch.tensor([1 / t if t else 1.0 for t in temperatures], dtype=torch.float32)
+        logits_NV.mul_(scale[:, None])
+    top_N, best_N = logits_NV.max(dim=-1)
+    weights_NV = logits_NV.sub_(top_N[:, None]).exp_()
+    if vocabulary % _WIDTH:
+        weights_NV = functional.pad(weights_NV, (0, _WIDTH - vocabulary % _WIDTH))
+    blocks_NB = weights_NV.view(rows, -1, _WIDTH).sum(dim=-1, dtype=torch.float32).double()
+    total_N = blocks_NB.sum(dim=-1)
+    kept_N = total_N
+    filtered = [i for i, s in enumerate(settings) if s.temperature and (s.top_k > 0 or s.top_p < 1)]
+    if filtered:
+        index = torch.tensor(filtered)
+        cut = _filter(weights_NV[index], [settings[i] for i in filtered])
+        weights_NV[index] = cut
+        blocks_NB[index] = cut.view(len(filtered), -1, _WIDTH).sum(dim=-1).double()
+        kept_N = blocks_NB.sum(dim=-1)
+    tokens_N = _invert(weights_NV, blocks_NB, torch.from_numpy(where))
+    if greedy:
+        index = torch.tensor(greedy)
+        tokens_N[index] = best_N[index]
+    chosen_N = weights_NV.gather(1, tokens_N[:, None])[:, 0].double()
+    if greedy:
+        kept_N = kept_N.clone()
+        kept_N[index] = chosen_N[index]
+    return Drawn(
+        tokens_N.tolist(),
+        (chosen_N.log() - kept_N.log()).tolist(),
+        (chosen_N.log() - total_N.log()).tolist(),
+        (kept_N / total_N).tolist(),
+    )
+
+
+def _invert(weights_NV: Tensor, blocks_NB: Tensor, where_N: Tensor) -> Tensor:
+    """Return the first token whose cumulative weight exceeds the share ``where_N``."""
+    rows = torch.arange(len(where_N))
+    cumulative_NB = blocks_NB.cumsum(dim=-1)
+    target_N1 = (where_N * cumulative_NB[:, -1])[:, None]
+    block_N = torch.searchsorted(cumulative_NB, target_N1, right=True)[:, 0]
+    block_N.clamp_(max=blocks_NB.shape[1] - 1)
+    inside_N = blocks_NB[rows, block_N]
+    before_N = cumulative_NB[rows, block_N] - inside_N
+    share_N = ((target_N1[:, 0] - before_N) / inside_N).clamp_(0, 1)
+    values_NW = weights_NV.view(len(rows), -1, _WIDTH)[rows, block_N].double()
+    sums_NW = values_NW.cumsum(dim=-1)
+    offset_N = torch.searchsorted(sums_NW, share_N[:, None] * sums_NW[:, -1:], right=True)[:, 0]
+    last_N = (values_NW > 0).long().mul_(torch.arange(_WIDTH)).amax(dim=-1)
+    return block_N * _WIDTH + torch.minimum(offset_N, last_N)
+
+
+def _filter(weights_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """Return the weights with everything outside top-k, then top-p of what that left, set to 0."""
+    size = weights_MV.shape[1]
+    top_k = torch.tensor([s.top_k if s.top_k > 0 else size for s in settings])[:, None]
+    top_p = torch.tensor([s.top_p for s in settings], dtype=torch.float64)[:, None]
+    whole_M1 = weights_MV.double().sum(dim=-1, keepdim=True)
+    for count in (min(_SHORTLIST, size), size):
+        values, order = weights_MV.topk(count, dim=-1)
+        sums = values.double().cumsum(dim=-1)
+        last = (top_k - 1).clamp(max=count - 1)
+        mass = torch.where(top_k <= count, sums.gather(1, last), whole_M1)
+        keep = (torch.arange(count) < top_k) & (sums - values < top_p * mass)
+        if count == size or bool((~keep[:, -1]).all()):
+            break
+    return torch.zeros_like(weights_MV).scatter_(1, order, values * keep)

@@ -1,0 +1,194 @@
+"""Which requests run in the next step, and with how many tokens.
+
+Every running request that decodes gets its one token first; what is left of the token budget goes to
+prompts, oldest first, cut into chunks where needed. A request whose prompt another one is computing right
+now waits for that step to end and finds the result in the cache. When blocks run out, the youngest
+running request is sent back to wait and will be computed again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from lehr.engine.native.cache import BLOCK, BlockPool, link
+from lehr.engine.native.request import Request
+from lehr.engine.native.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``count`` tokens of a request, to be computed in a step."""
+
+    request: Request
+    count: int
+
+
+class Scheduler:
+    """Owns the queues, the block pool and the working rows. Pure bookkeeping: runs no model."""
+
+    def __init__(
+        self, pool: BlockPool, rows: Rows, seed: bytes, *, max_running: int, token_budget: int
+    ) -> None:
+        self.pool, self.rows, self.seed = pool, rows, seed
+        self.max_running, self.token_budget = max_running, token_budget
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._pending: dict[bytes, Request] = {}
+        self.preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request that fits (see :meth:`fits`)."""
+        self.waiting.append(request)
+
+    def fits(self, tokens: int) -> bool:
+        """Return whether a request that reaches this length could ever run."""
+        return blocks_for(tokens) <= self.pool.total
+
+    def plan(self) -> list[Piece]:
+        """Return what the next step computes, with blocks and rows in place. Empty only when idle."""
+        pieces: list[Piece] = []
+        budget = self.token_budget
+        for request in [r for r in self.running if r.remaining == 1]:
+            if request in self.running and self._grow(request, len(request.tokens)):
+                pieces.append(Piece(request, 1))
+                budget -= 1
+        pieces = [p for p in pieces if p.request.slot is not None]
+        for request in list(self.running):
+            if budget > 0 and request.slot is not None and request.remaining > 1:
+                pieces.append(Piece(request, min(request.remaining, budget)))
+                budget -= pieces[-1].count
+        self._admit(pieces, budget)
+        return pieces
+
+    def _admit(self, pieces: list[Piece], budget: int) -> None:
+        passed: list[Request] = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_running:
+            request = self.waiting.popleft()
+            if self._is_being_computed(request):
+                passed.append(request)
+                continue
+            if not self._join(request):
+                passed.append(request)
+                break
+            pieces.append(Piece(request, min(request.remaining, budget)))
+            budget -= pieces[-1].count
+        self.waiting.extendleft(reversed(passed))
+
+    def _chain(self, request: Request) -> None:
+        while (len(request.chain) + 1) * BLOCK <= len(request.tokens):
+            start = len(request.chain) * BLOCK
+            parent = request.chain[-1] if request.chain else self.seed
+            request.chain.append(link(parent, request.tokens[start : start + BLOCK]))
+
+    def _wanted(self, request: Request) -> list[bytes]:
+        """Return the names under which the prompt's blocks are published, the last partial one included."""
+        whole, rest = divmod(request.prompt_length, BLOCK)
+        names = request.chain[:whole]
+        if rest:
+            parent = names[-1] if names else self.seed
+            names = [*names, link(parent, request.tokens[whole * BLOCK : request.prompt_length])]
+        return names
+
+    def _is_being_computed(self, request: Request) -> bool:
+        self._chain(request)
+        for name in self._wanted(request):
+            if self.pool.find(name) is None:
+                return name in self._pending
+        return False
+
+    def _join(self, request: Request) -> bool:
+        """Give a request blocks and a row, filled from the cache as far as possible."""
+        length = len(request.tokens)
+        match = self.pool.match(request.chain, self.seed, request.tokens, length - 1)
+        needed = blocks_for(length) - len(match.blocks)
+        headroom = sum(1 for r in self.running if r.remaining == 1 and len(r.tokens) % BLOCK == 0)
+        if needed + (headroom if self.running else 0) > self.pool.available:
+            for block in match.blocks:
+                self.pool.release(block)
+            return False
+        request.slot = self.rows.take(request.longest)
+        for i, block in enumerate(match.blocks):
+            self.pool.load(block, request.slot, i * BLOCK)
+        whole = len(match.blocks) * BLOCK
+        if match.part_tokens:
+            self.pool.load(match.part, request.slot, whole, match.part_tokens)
+        request.blocks = [*match.blocks, *(self.pool.allot() for _ in range(needed))]
+        request.computed = whole + match.part_tokens
+        request.published = len(match.blocks)
+        if request.own == 0:
+            request.cached_tokens = request.computed
+        self.running.append(request)
+        for name in self._wanted(request)[request.published :]:
+            self._pending.setdefault(name, request)
+        return True
+
+    def _grow(self, request: Request, length: int) -> bool:
+        """Give a request room for ``length`` tokens, at the cost of younger ones. False if it was sent back."""
+        while len(request.blocks) < blocks_for(length):
+            if self.pool.available:
+                request.blocks.append(self.pool.allot())
+                continue
+            youngest = self.running[-1]
+            self.send_back(youngest)
+            self.preemptions += 1
+            if youngest is request:
+                return False
+        return True
+
+    def publish(self, request: Request, *, everything: bool = False) -> None:
+        """Make findable what a request has computed: whole blocks, and the partial last block when the
+        prompt has just been completed or the request ends (``everything``).
+        """
+        if request.kept or request.slot is None:
+            return
+        self._chain(request)
+        while (request.published + 1) * BLOCK <= request.computed:
+            i = request.published
+            self.pool.publish(request.blocks[i], request.chain[i], request.slot, i * BLOCK, BLOCK)
+            self._pending.pop(request.chain[i], None)
+            request.published += 1
+        start = request.published * BLOCK
+        if (everything or request.computed == request.prompt_length) and request.computed > start:
+            parent = request.chain[request.published - 1] if request.published else self.seed
+            name = link(parent, request.tokens[start : request.computed])
+            self.pool.publish(
+                request.blocks[request.published], name, request.slot, start, request.computed - start
+            )
+            self._pending.pop(name, None)
+
+    def send_back(self, request: Request) -> None:
+        """Take everything but its tokens from a running request and put it first in the queue."""
+        self.drop(request)
+        self.waiting.appendleft(request)
+
+    def drop(self, request: Request) -> None:
+        """Take a request out, wherever it is, and free what it holds."""
+        if request.slot is None:
+            if request in self.waiting:
+                self.waiting.remove(request)
+            return
+        self.publish(request, everything=True)
+        self.running.remove(request)
+        for name in [n for n, r in self._pending.items() if r is request]:
+            del self._pending[name]
+        lane = request.slot.lane
+        lane.free(request.slot, lane.capacity)
+        for block in request.blocks:
+            self.pool.release(block)
+        request.slot, request.blocks, request.computed, request.published = None, [], 0, 0
+        request.kept = False
+
+    def restart(self, seed: bytes) -> None:
+        """Begin a new weight version: nothing that was computed before can be found any more."""
+        self.seed = seed
+        self.pool.flush()
+        self._pending.clear()
+        for request in [*self.waiting, *self.running]:
+            request.chain = []
+            request.published = 0
+
+
+def blocks_for(tokens: int) -> int:
+    """Return how many blocks ``tokens`` need."""
+    return -(-tokens // BLOCK)

@@ -1,0 +1,26 @@
+"""Weights of the engine: loaded beside the running ones, checked, packed, then swapped in one assignment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lehr.core.batch import Manifest
+from lehr.engine.base import EngineError
+from lehr.engine.native.packing import pack
+from lehr.model.checkpoint import file_digest, read_tensors
+from lehr.model.config import ModelConfig
+from lehr.model.decoder import Decoder
+
+
+def load_published(manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    """Return the published weights, ready to sample from. Raises :class:`EngineError` if they are damaged."""
+    path = Path(manifest.path)
+    if not path.exists():
+        raise EngineError(f"weights {manifest.version} are not at {path}", expected="a published file")
+    found = file_digest(path)
+    if found != manifest.digest:
+        raise EngineError(f"weights {manifest.version} at {path} have digest {found}", expected=manifest.digest)
+    with torch.inference_mode():
+        return pack(Decoder.from_hf(config, read_tensors(path), dtype))
