@@ -113,7 +113,7 @@ def test_numpy_scalars_become_numbers() -> None:
 
 
 def test_an_array_of_another_dtype_is_refused() -> None:
-    with pytest.raises(CodecError, match="float32.*got int64"):
+    with pytest.raises(CodecError, match=r"float32.*got int64"):
         decode(encode(np.arange(3)), NDArray[np.float32])
     with pytest.raises(CodecError, match="expected an array"):
         decode(encode([1, 2]), NDArray[np.float32])
