@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lehr.sandbox import collect, image, verdict
@@ -158,7 +158,7 @@ class RunnerBox:
         }
         if self._process.group is None:
             table["AS"] = (limits.memory_bytes, limits.memory_bytes)
-            table["NPROC"] = (limits.pids + 1, limits.pids + 1)
+            table["NPROC"] = (limits.pids + 2, limits.pids + 2)  # the runner, and one by which to notice
         return table
 
     def interrupt(self, number: int, *, children: bool = False) -> None:
@@ -287,17 +287,15 @@ class Watch:
         self._meter = meter
         self._wall_s = wall_s
         self._captures: list[Capture] = []
-        self._timers: list[asyncio.TimerHandle] = []
+        self._loop = asyncio.get_running_loop()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self.reason = ""
 
     def start(self, captures: list[Capture]) -> None:
         """Begin to count."""
         self._captures = captures
-        self._after(self._wall_s, lambda: self.end("wall"))
-        self._after(TICK_S, self._tick)
-
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, act))
+        self._timers["wall"] = self._loop.call_later(self._wall_s, self.end, "wall")
+        self._timers["tick"] = self._loop.call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
         limits = self._box.spec.limits
@@ -309,19 +307,19 @@ class Watch:
         elif self._meter.refused_pids() > REFUSED_FORKS:
             self.end("pids")
         else:
-            self._timers = [timer for timer in self._timers if not timer.cancelled()][:1]
-            self._after(TICK_S, self._tick)
+            self._timers["tick"] = self._loop.call_later(TICK_S, self._tick)
 
     def end(self, reason: str) -> None:
         """End the exec; the box with it if it does not obey in time."""
         if not self.reason:
+            self.stop()
             self.reason = reason
             self._box.interrupt(self._number)
-            self._after(GRACE_S, self._box.give_up)
+            self._timers["grace"] = self._loop.call_later(GRACE_S, self._box.give_up)
 
     def stop(self) -> None:
         """The exec is over."""
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
 
 

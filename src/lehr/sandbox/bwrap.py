@@ -184,6 +184,7 @@ class BwrapBackend:
             "disk_bytes": limits.disk_bytes,
             "inodes": limits.inodes,
             "memory_bytes": limits.memory_bytes,
+            "pids": limits.pids,
             "cpu_s": limits.cpu_s,
         }
         async with asyncio.timeout(READY_S):

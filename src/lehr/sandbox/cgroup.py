@@ -60,7 +60,7 @@ def mounts(text: str) -> list[tuple[str, str, str, str]]:
     found: list[tuple[str, str, str, str]] = []
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
-        kind, _source, options = (right.split(" ", 2) + ["", ""])[:3]
+        kind, _source, options = [*right.split(" ", 2), "", ""][:3]
         if kind in ("cgroup", "cgroup2"):
             fields = left.split()
             found.append((kind, fields[3], fields[4].replace("\\040", " "), options))

@@ -232,7 +232,9 @@ class Runner:
         for item in self.execs.values():
             item.peak_bytes = max(item.peak_bytes, load.bytes)
             item.peak_pids = max(item.peak_pids, load.threads)
-            if load.bytes > limits["memory_bytes"]:
+            if load.threads > limits["pids"]:
+                reason = "pids"
+            elif load.bytes > limits["memory_bytes"] < programs.shared_out():
                 reason = "oom"
             elif spent_s() + load.cpu_s - item.cpu_before_s > limits["cpu_s"] and not item.shell:
                 reason = "cpu"

@@ -1,0 +1,126 @@
+"""The conformance suite on every backend that this host can run, one test per case.
+
+``bwrap`` uses cgroups where this host lets us write them; ``bwrap-rlimits`` never does, and promises the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from lehr.sandbox.bwrap import BwrapBackend
+from lehr.sandbox.conformance import CASES
+from lehr.sandbox.pool import Pool
+
+BACKENDS: dict[str, Callable[[], BwrapBackend]] = {
+    "bwrap": BwrapBackend,
+    "bwrap-rlimits": lambda: BwrapBackend(limited=False),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def hold(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Return a function that runs one case on a pool of the backend."""
+
+    async def run(case: str) -> None:
+        pool = Pool(BACKENDS[request.param](), warm=0)
+        try:
+            await CASES[case](pool)
+        finally:
+            await pool.close()
+
+    return lambda case: asyncio.run(run(case))
+
+
+def test_s1_fork_bomb(hold: Callable[[str], None]) -> None:
+    hold("S1")
+
+
+def test_s2_daemon(hold: Callable[[str], None]) -> None:
+    hold("S2")
+
+
+def test_s3_held_stdout(hold: Callable[[str], None]) -> None:
+    hold("S3")
+
+
+def test_s4_memory_bomb(hold: Callable[[str], None]) -> None:
+    hold("S4")
+
+
+def test_s5_memory_file_systems(hold: Callable[[str], None]) -> None:
+    hold("S5")
+
+
+def test_s6_disk_and_inodes(hold: Callable[[str], None]) -> None:
+    hold("S6")
+
+
+def test_s7_sparse_result(hold: Callable[[str], None]) -> None:
+    hold("S7")
+
+
+def test_s8_endless_output(hold: Callable[[str], None]) -> None:
+    hold("S8")
+
+
+def test_s9_flooded_stderr(hold: Callable[[str], None]) -> None:
+    hold("S9")
+
+
+def test_s10_endless_time(hold: Callable[[str], None]) -> None:
+    hold("S10")
+
+
+def test_s11_short_children(hold: Callable[[str], None]) -> None:
+    hold("S11")
+
+
+def test_s12_broken_box(hold: Callable[[str], None]) -> None:
+    hold("S12")
+
+
+def test_s13_host_secrets(hold: Callable[[str], None]) -> None:
+    hold("S13")
+
+
+def test_s14_descriptors(hold: Callable[[str], None]) -> None:
+    hold("S14")
+
+
+def test_s17_calls(hold: Callable[[str], None]) -> None:
+    hold("S17")
+
+
+def test_s23_network(hold: Callable[[str], None]) -> None:
+    hold("S23")
+
+
+def test_s25_symlinks(hold: Callable[[str], None]) -> None:
+    hold("S25")
+
+
+def test_s26_hard_links(hold: Callable[[str], None]) -> None:
+    hold("S26")
+
+
+def test_s27_special_files(hold: Callable[[str], None]) -> None:
+    hold("S27")
+
+
+def test_s28_swapped(hold: Callable[[str], None]) -> None:
+    hold("S28")
+
+
+def test_s31_forged_status(hold: Callable[[str], None]) -> None:
+    hold("S31")
+
+
+def test_s32_input_and_children(hold: Callable[[str], None]) -> None:
+    hold("S32")
+
+
+def test_s33_partial_output(hold: Callable[[str], None]) -> None:
+    hold("S33")
