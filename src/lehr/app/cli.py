@@ -86,7 +86,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status. Never raises."""
     session = Session()
     try:
-        result = lehr.main(args=None if argv is None else list(argv), standalone_mode=False, obj=session)
+        args = sys.argv[1:] if argv is None else list(argv)
+        result = lehr.main(args=args, prog_name="lehr", standalone_mode=False, obj=session)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

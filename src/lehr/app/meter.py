@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lehr.core.clock import Clock, SystemClock
 
-_SETTLE_S = 1.0
+_SETTLE_S = 0.05
 
 
 class Meter:
-    """Follows one piece of work. Progress reported within its first second is work that was done before (a
-    resumed stage), so it counts as done and not towards the rate.
+    """Follows one piece of work. What is reported at once, when it begins, was done before (a resumed stage):
+    it counts as done and not towards the rate.
     """
 
     def __init__(self, total: int | None, clock: Clock | None = None) -> None:

@@ -108,6 +108,8 @@ def _tiles(summary: Summary) -> str:
         if rate.n
     ]
     for name, d in summary.paired.items():
+        if name.endswith("_minus_base"):
+            continue
         text = f"points, {difference_title(name)} ({d.low * 100:+.1f} to {d.high * 100:+.1f})"
         tiles.append(tag("div", f"<b>{d.diff * 100:+.1f}</b>" + tag("span", escaped(text)), class_="tile"))
     return tag("div", "".join(tiles), class_="tiles") if tiles else ""
@@ -152,19 +154,13 @@ def _interval(stage: str, rate: Rate, colour: str) -> Interval:
 def _differences(summary: Summary) -> str:
     if not summary.paired:
         return ""
-    names = list(summary.paired)
-    rows = [
-        tag(
-            "tr",
-            tag("th", "paired difference") + "".join(tag("th", escaped(difference_title(n))) for n in names),
-        )
-    ]
-    for domain in summary.domains:
-        found = [summary.paired_by_domain.get(name, {}).get(domain) for name in names]
-        cells = "".join(tag("td", escaped(difference_text(d) if d else "-")) for d in found)
-        rows.append(tag("tr", tag("td", escaped(domain)) + cells))
-    cells = "".join(tag("td", escaped(difference_text(summary.paired[name]))) for name in names)
-    rows.append(tag("tr", tag("td", "all") + cells, class_="total"))
+    domains = summary.domains
+    head = "".join(tag("th", escaped(domain)) for domain in domains)
+    rows = [tag("tr", tag("th", "paired difference") + head + tag("th", "all"))]
+    for name, pooled in summary.paired.items():
+        found = [summary.paired_by_domain.get(name, {}).get(domain) for domain in domains]
+        cells = "".join(tag("td", escaped(difference_text(d) if d else "-")) for d in (*found, pooled))
+        rows.append(tag("tr", tag("td", escaped(difference_title(name))) + cells))
     return tag("div", tag("table", "".join(rows)), class_="scroll", style="margin-top:18px")
 
 

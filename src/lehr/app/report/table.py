@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STAGE_TITLES = {"base": "base", "sft": "after SFT", "rl": "after RL", "sft_more": "more SFT instead"}
+SHORT_TITLES = {"sft": "SFT", "rl": "RL", "sft_more": "more SFT"}
 
 
 def title_of(stage: str) -> str:
@@ -43,7 +44,9 @@ def print_summary(summary: Summary, out: Console) -> None:
     out.print()
     out.print(table)
     for name, difference in summary.paired.items():
-        out.print(f"  {difference_title(name):<34}{difference_text(difference)}")
+        out.print(
+            f"{difference_title(name):<20}{difference_text(difference)}, paired over {difference.n} tasks"
+        )
 
 
 def rate_text(rate: Rate) -> str:
@@ -54,14 +57,11 @@ def rate_text(rate: Rate) -> str:
 
 
 def difference_title(name: str) -> str:
-    """Return ``after RL minus after SFT`` for ``rl_minus_sft``."""
+    """Return ``RL minus SFT`` for ``rl_minus_sft``."""
     after, _, before = name.partition("_minus_")
-    return f"{title_of(after)} minus {title_of(before)}"
+    return f"{SHORT_TITLES.get(after, after)} minus {SHORT_TITLES.get(before, before)}"
 
 
 def difference_text(difference: Paired) -> str:
-    """Return ``+13.0 points (+8.1 to +17.9), n = 300``."""
-    return (
-        f"{difference.diff * 100:+.1f} points "
-        f"({difference.low * 100:+.1f} to {difference.high * 100:+.1f}, {difference.n} pairs)"
-    )
+    """Return ``+13.0 points (+8.1 to +17.9)``."""
+    return f"{difference.diff * 100:+.1f} points ({difference.low * 100:+.1f} to {difference.high * 100:+.1f})"

@@ -15,7 +15,8 @@ from lehr.app.report.summary import Summary, summarise
 from lehr.app.report.transcript import choose_samples, pieces_of
 from lehr.model.base import Renderer
 from lehr.pipeline.folder import replace_text
-from lehr.pipeline.models import load_renderer, trained_model
+from lehr.pipeline.models import load_renderer, locate_model
+from lehr.pipeline.observer import Silent
 
 
 def write_report(run: Path) -> tuple[Summary, Path]:
@@ -30,8 +31,17 @@ def write_report(run: Path) -> tuple[Summary, Path]:
     )
     replace_text(run / "summary.json", json.dumps(summary.as_json(), indent=2) + "\n")
     page = run / "report.html"
-    replace_text(page, render(_page(record, summary, load_renderer(trained_model(run)))))
+    replace_text(page, render(_page(record, summary, _renderer(record))))
     return summary, page
+
+
+def _renderer(record: Record) -> Renderer:
+    """Return what turns the run's tokens into text: from one of its checkpoints, else from its base model."""
+    for stage in record.recipe.stages:
+        path = record.folder.checkpoint(stage.name)
+        if (path / "config.json").exists():
+            return load_renderer(path)
+    return load_renderer(locate_model(record.recipe.model, Silent()))
 
 
 def _page(record: Record, summary: Summary, renderer: Renderer) -> Page:

@@ -1,0 +1,6 @@
+"""``python -m lehr``."""
+
+from lehr.app.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lehr.app.cli import COMMANDS, lehr, run
+
+HEAVY = {"torch", "transformers", "ray", "vllm"}
+
+
+def test_help_answers_in_under_half_a_second() -> None:
+    best = float("inf")
+    for _ in range(8):
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, "-m", "lehr", "--help"], capture_output=True, check=True)
+        best = min(best, time.monotonic() - begun)
+        if best < 0.5:
+            break
+    assert b"quickstart" in done.stdout
+    assert best < 0.5
+
+
+@pytest.mark.parametrize("what", ["lehr", "lehr.app.cli", "lehr.core.config", "lehr.pipeline.recipe"])
+def test_importing_loads_nothing_heavy(what: str) -> None:
+    code = f"import {what}, sys; print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_command_imports_and_its_help_says_what_the_list_says(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, entry in COMMANDS.items():
+        assert run([name, "--help"]) == 0
+        assert entry.summary in capsys.readouterr().out
+
+
+def test_a_misspelt_command_names_the_near_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quikstart"]) == 2
+    assert "quickstart" in capsys.readouterr().err
+
+
+def test_a_misspelt_option_exits_2_and_says_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["quickstart", "--modle", "tiny"]) == 2
+    error = capsys.readouterr().err
+    assert "--model" in error and "lehr quickstart --help" in error
+
+
+def test_an_unknown_domain_exits_2_with_near_matches_and_the_next_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["domains", "show", "code/function"]) == 2
+    error = capsys.readouterr().err
+    assert "code/functions" in error and "lehr domains list" in error and "Traceback" not in error
+
+
+def test_a_misspelt_config_key_exits_2_and_names_the_near_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('modle = "tiny"\n[[stages]]\ntype = "sft"\n')
+    assert run(["train", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert "modle" in error and "'model'" in error and "r.toml" in error
+
+
+def test_a_misspelt_override_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[[stages]]\ntype = "sft"\n')
+    assert run(["train", str(recipe), "seeds=3"]) == 2
+    assert "'seed'" in capsys.readouterr().err
+
+
+def test_a_missing_model_folder_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "nothing"
+    assert run(["quickstart", "--model", str(missing), "--run", str(tmp_path / "run")]) == 2
+    assert str(missing) in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_no_run_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["runs", "resume"], ["runs", "show"], ["report"]):
+        assert run([*command, str(tmp_path)]) == 2
+        assert "not a run folder" in capsys.readouterr().err
+
+
+def test_json_output_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["domains", "list"], ["models", "list"], ["runs", "list"]):
+        assert run([*command, "--json"]) == 0
+        assert isinstance(json.loads(capsys.readouterr().out), list)
+
+
+def test_report_prints_the_table_and_runs_list_finds_the_run(
+    made_run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(made_run.path)]) == 0
+    out = capsys.readouterr().out
+    assert "code/functions" in out and "80% (58-92)" in out and "RL minus SFT" in out
+    assert run(["runs", "list", str(made_run.path.parent), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["state"] == "done" and row["model"] == "tiny"
+    assert run(["runs", "show", str(made_run.path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["summary"]["stages"]["rl"]["code/functions"]["passed"] == 16
+
+
+def test_a_domain_made_from_json_lines_is_listed_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        json.dumps({"prompt": f"Ticket {i}: refund {i} euro", "expected": {"amount": i}}) for i in range(30)
+    ]
+    (tmp_path / "tickets.jsonl").write_text("\n".join(lines))
+    assert run(["domains", "new", "my/tickets", "--from-jsonl", "tickets.jsonl"]) == 0
+    assert "lehr domains show my/tickets" in capsys.readouterr().out
+    assert run(["domains", "list", "--json"]) == 0
+    assert "my/tickets" in {row["id"] for row in json.loads(capsys.readouterr().out)}
+    assert run(["domains", "show", "my/tickets"]) == 0
+    assert "Ticket" in capsys.readouterr().out
+
+
+def test_a_bad_line_names_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "a", "expected": {"x": 1}}\n{"prompt": 3}\n')
+    assert run(["domains", "new", "my/bad", "--from-jsonl", str(file), "--into", str(tmp_path / "d")]) == 2
+    assert "line 2" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+
+
+def test_the_group_lists_every_command_once() -> None:
+    assert sorted(COMMANDS) == sorted(set(lehr.list_commands(None)))  # type: ignore[arg-type]
