@@ -67,11 +67,9 @@ def parse_amount(text: str, *, decimal: str | None = None) -> Amount | None:
     if found is None:
         return None
     before, after = text[: found.start()].strip(), text[found.end() :].strip()
-    negative = False
-    if before.startswith("(") or after.endswith(")"):
-        if not (before.startswith("(") and after.endswith(")")):
-            return None
-        before, after, negative = before[1:].strip(), after[:-1].strip(), True
+    negative = before.count("(") == 1 and after.count(")") == 1
+    if negative:
+        before, after = before.replace("(", ""), after.replace(")", "")
     minuses = before.count("-") + after.count("-")
     if minuses > 1 or (minuses and negative):
         return None

@@ -5,7 +5,7 @@ behind the last ``Answer:``, else the whole completion, which must then be one l
 
     integer    a whole number, possibly in brackets, with a currency sign or a full stop
     decimal    a decimal number, compared exactly
-    fraction   a fraction in lowest terms, or a whole number
+    fraction   a fraction in lowest terms (also as LaTeX), or a whole number
     text       the same characters, after joining white space
     word       as text, without regard to upper and lower case or a full stop
     list       items divided by commas, each as text
@@ -30,6 +30,7 @@ ANSWER_CHARACTERS = 4096
 _MARKER = re.compile(r"answer\s*:", re.IGNORECASE)
 _INTEGER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,200})(?:\.0{1,20})?", re.ASCII)
 _DECIMAL = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,200})?(?:\.\d{1,200})?", re.ASCII)
+_LATEX_FRACTION = re.compile(r"\\d?frac\{([-+]?\d{1,200})\}\{(\d{1,200})\}", re.ASCII)
 _FRACTION = re.compile(r"([-+]?\d{1,200})(?:\s*/\s*(\d{1,200}))?", re.ASCII)
 
 
@@ -85,7 +86,8 @@ def _decimal(text: str) -> Decimal | None:
 
 
 def _fraction(text: str) -> Fraction | None:
-    found = _FRACTION.fullmatch(_bare(text))
+    text = _bare(text)
+    found = _LATEX_FRACTION.fullmatch(text) or _FRACTION.fullmatch(text)
     if found is None:
         return None
     above, below = int(found[1]), int(found[2] or 1)

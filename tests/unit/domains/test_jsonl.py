@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lehr.core.episode import Turn
+from lehr.core.errors import ConfigError
+from lehr.core.reward import Valid
+from lehr.domains.catalogue import open_domain
+from lehr.domains.jsonl import new_from_jsonl, read_rows
+from lehr.sandbox.pool import Pool
+from lehr.verify.compose import judge
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "prompt": f"Ticket {n}: {n} chairs at {n}.50 for Ann",
+        "expected": {"count": n, "price": n + 0.5, "who": "Ann"},
+    }
+    for n in range(30)
+]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_a_domain_from_json_lines_trains(tmp_path: Path) -> None:
+    folder = new_from_jsonl("my/tickets", write(tmp_path / "rows.jsonl", ROWS), tmp_path / "domains")
+    assert folder == tmp_path / "domains" / "my" / "tickets"
+    domain = open_domain("my/tickets", [tmp_path / "domains"])
+    assert sum(domain.card.splits.values()) == 30 and min(domain.card.splits.values()) >= 3
+
+    async def run() -> None:
+        pool = Pool(warm=0, limit=1)
+        for split, size in domain.card.splits.items():
+            for index in range(size):
+                problem = domain.problem(split, index)
+                for text, want in ((problem.gold.answer[0], 1.0), ("{}", 0.0)):
+                    episode = await domain.environment().open(problem.task, pool)
+                    await episode.step(Turn(text))
+                    reward = await judge(
+                        problem.task, await episode.close(), problem.gold, pool, terms=domain.card.reward
+                    )
+                    assert isinstance(reward, Valid) and reward.value == want
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_splits_are_disjoint_stable_and_keep_equal_prompts_together(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": ROWS[3]["prompt"], "expected": {"count": 99}}]
+    split = read_rows(write(tmp_path / "rows.jsonl", rows))
+    again = read_rows(write(tmp_path / "again.jsonl", rows[::-1]))
+    assert {row.prompt: home for row, home in split} == {row.prompt: home for row, home in again}
+    assert len({home for row, home in split if row.prompt == ROWS[3]["prompt"]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{not json", "line 5: not JSON"),
+        ("[1]", "line 5: not an object"),
+        ({"prompt": "a"}, "line 5: `expected`"),
+        ({"prompt": " ", "expected": {"a": 1}}, "line 5: `prompt`"),
+        ({"prompt": "a", "expected": {}}, "line 5: `expected`"),
+        ({"prompt": "a", "expected": {"a": [1]}}, "line 5: expected.*list"),
+        ({"prompt": "a", "expected": {"a": 1}, "anwser": "x"}, "anwser"),
+        ('{"prompt": "a", "expected": {"a": NaN}}', "line 5: .*finite"),
+    ],
+)
+def test_mistakes_name_the_line_and_write_nothing(tmp_path: Path, line: Any, said: str) -> None:
+    file = write(tmp_path / "rows.jsonl", [*ROWS[:4], line, *ROWS[5:]])
+    with pytest.raises(ConfigError, match=said):
+        new_from_jsonl("my/tickets", file, tmp_path / "domains")
+    assert not (tmp_path / "domains").exists()
+
+
+def test_too_few_rows_a_bad_name_and_an_existing_folder(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigError, match="at least 8"):
+        new_from_jsonl("a", write(tmp_path / "few.jsonl", ROWS[:7]), tmp_path)
+    for name in ("../up", "Big", "", "/abs"):
+        with pytest.raises(ConfigError, match="name"):
+            new_from_jsonl(name, file, tmp_path)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="exists"):
+        new_from_jsonl("there", file, tmp_path)
+    with pytest.raises(ConfigError, match="no such file"):
+        new_from_jsonl("b", tmp_path / "nothing.jsonl", tmp_path)
