@@ -143,8 +143,40 @@ def _installed(name: str) -> bool:
 def sandbox_checks() -> list[Check]:
     """Return what isolates the code that a model writes, and whether a box really runs here."""
     from lehr.app.preflight import box_problem
+    from lehr.sandbox.host import probe
 
-    problem = box_problem()
-    if problem is None:
-        return [Check("box", "ok", "a program ran in one")]
-    return [Check("box", "missing", problem.what, problem.hint or problem.expected)]
+    report = probe()
+    restricted = {None: "no such switch", False: "not restricted", True: "restricted"}[
+        report.apparmor_restricts
+    ]
+    found = {
+        "bubblewrap": f"{report.bwrap} {report.bwrap_version}",
+        "libseccomp": f"{report.libseccomp}",
+        "seccomp": "system calls can be filtered",
+        "python3": f"{report.python} (for use inside boxes)",
+        "user namespaces": f"allowed to {report.user}; AppArmor: {restricted}",
+        "cgroups": f"{report.cgroups}; {report.user} limits {', '.join(report.controllers) or 'nothing'} with them",
+        "landlock": f"ABI {report.landlock_abi}" if report.landlock_abi else "none in this kernel",
+    }
+    lacks = {lack.name: lack for lack in report.lacks}
+    checks = [Check(name, "ok", detail) for name, detail in found.items() if name not in lacks]
+    checks += [
+        Check(lack.name, "missing" if lack.needed else "warn", lack.why, as_typed(lack.mend))
+        for lack in lacks.values()
+    ]
+    if report.fit:
+        problem = box_problem()
+        state: State = "missing" if problem else "ok"
+        detail = problem.what if problem else "a program ran in one"
+        checks.append(Check("box", state, detail, (problem.hint or problem.expected) if problem else ""))
+    return checks
+
+
+def as_typed(command: str) -> str:
+    """Return a mending command as this user has to type it."""
+    needs_root = command.startswith(("apt-get ", "sysctl ", "mount "))
+    if not needs_root or os.geteuid() == 0:
+        return command
+    return " && ".join(
+        f"sudo {part}" if not part.startswith("pip ") else part for part in command.split(" && ")
+    )
