@@ -8,7 +8,6 @@ import functools
 import logging
 import marshal
 import os
-import secrets
 import shutil
 import socket
 import struct
@@ -16,11 +15,11 @@ import subprocess
 from pathlib import Path
 
 from lehr.core.errors import HostUnfit, MissingDependency
-from lehr.sandbox import cgroup, image, seccomp
+from lehr.sandbox import cgroup, host, image, seccomp
 from lehr.sandbox.base import BACKENDS, Spec
 from lehr.sandbox.box import RunnerBox
 from lehr.sandbox.channel import Channel, ChannelLost
-from lehr.sandbox.launch import PATH, Process
+from lehr.sandbox.launch import PATH, Process, as_box_user
 
 BOOT = """
 import marshal, socket, struct, sys, types
@@ -42,9 +41,8 @@ sys.stdout.buffer.write(marshal.dumps([(n, compile(s, n, "exec", dont_inherit=Tr
 """
 INSIDE = ("lehr", "lehr.sandbox", "lehr.sandbox.inside")
 PARTS = ("rights", "files", "programs", "runner")
-FIRST_UID, UIDS = 0x7000_0000, 1 << 24
-"""Host user numbers of boxes when started by root: beyond every range that systemd or subuid hand out."""
 READY_S = 20.0
+DOCTOR = "Run `lehr doctor` for what is missing and the command that mends it"
 NAMESPACES = (
     "--unshare-user",
     "--unshare-ipc",
@@ -130,11 +128,11 @@ class BwrapBackend:
             argv = self._argv(program, python, files, theirs.fileno())
             try:
                 process = Process(argv, group, [*fds, theirs.fileno()])
-            except BaseException:
+            except OSError as error:
                 ours.close()
                 if group:
                     group.remove()
-                raise
+                raise HostUnfit(f"cannot start bubblewrap: {error.strerror}", hint=DOCTOR) from error
         channel = Channel(loop, ours)
         try:
             await self._wait_ready(channel, spec, code, rules, limited=group is not None)
@@ -152,22 +150,8 @@ class BwrapBackend:
         return box
 
     def _argv(self, program: str, python: str, files: list[str], control: int) -> list[str]:
-        argv: list[str] = []
-        if os.geteuid() == 0:
-            uid = str(FIRST_UID + secrets.randbelow(UIDS))
-            argv = ["/usr/bin/setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
-        argv += [
-            program,
-            "--info-fd",
-            "INFO",
-            *NAMESPACES,
-            "--uid",
-            "1000",
-            "--gid",
-            "1000",
-            "--hostname",
-            "box",
-        ]
+        argv = [*as_box_user(), program, "--info-fd", "INFO", *NAMESPACES]
+        argv += ["--uid", "1000", "--gid", "1000", "--hostname", "box"]
         argv += ["--new-session", "--die-with-parent", "--as-pid-1", "--clearenv", *RIGHTS]
         argv += [*image.arguments(), *files, "--remount-ro", "/"]
         return [*argv, "--", python, "-I", "-S", "-c", BOOT, str(control)]
@@ -195,7 +179,7 @@ class BwrapBackend:
             raise HostUnfit(
                 f"cannot finish the box: {answer.header['error']}",
                 expected="a kernel that lets a user namespace mount tmpfs",
-                hint="Run `lehr doctor` for the mend",
+                hint=DOCTOR,
             )
 
     async def close(self) -> None:
@@ -227,11 +211,10 @@ def etc_files(opened: contextlib.ExitStack) -> tuple[list[int], list[str]]:
 
 
 def unfit(process: Process) -> HostUnfit:
-    """Return the error for a box that did not come up."""
+    """Return the error for a box that did not come up, with the mend if what is lacking can be found."""
     said = process.errors_kept or "it ended without a word"
-    hint = "Run `lehr doctor` for what is missing and the command that mends it"
-    if "namespace" in said or "uid map" in said or "Operation not permitted" in said:
-        hint = "User namespaces seem to be forbidden here; " + hint[0].lower() + hint[1:]
+    lacks = [lack for lack in host.probe().lacks if lack.needed]
+    hint = f"{lacks[0].name}: {lacks[0].why}. Mend it: `{lacks[0].mend}`" if lacks else DOCTOR
     return HostUnfit(f"bubblewrap could not make a box: {said}", hint=hint)
 
 

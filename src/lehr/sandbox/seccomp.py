@@ -7,9 +7,12 @@ Another calling convention than the machine's own (32-bit, x32) ends the program
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import errno
 import functools
 import os
+from typing import Any
 
 from lehr.core.errors import MissingDependency
 
@@ -36,16 +39,36 @@ TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 
 
-@functools.cache
-def program() -> bytes:
-    """Return the filter as BPF instructions, or raise ``MissingDependency`` where libseccomp is absent."""
+def version() -> str:
+    """Return libseccomp's version, or raise ``MissingDependency``."""
+    _library()
+
+    class Version(ctypes.Structure):
+        """``struct scmp_version``."""
+
+        _fields_ = (("major", ctypes.c_uint), ("minor", ctypes.c_uint), ("micro", ctypes.c_uint))
+
+    library = ctypes.CDLL(ctypes.util.find_library("seccomp") or "libseccomp.so.2")
+    library.seccomp_version.restype = ctypes.POINTER(Version)
+    found = library.seccomp_version().contents
+    return f"{found.major}.{found.minor}.{found.micro}"
+
+
+def _library() -> Any:
     try:
-        import pyseccomp as sc  # pyright: ignore[reportMissingTypeStubs]
+        import pyseccomp  # pyright: ignore[reportMissingTypeStubs]
     except (ImportError, OSError, RuntimeError) as error:
         raise MissingDependency(
             f"cannot load libseccomp: {error}",
-            hint="Install it: `apt-get install libseccomp2` and `pip install pyseccomp`",
+            hint="Install it: `apt-get install libseccomp2 && pip install pyseccomp`",
         ) from error
+    return pyseccomp
+
+
+@functools.cache
+def program() -> bytes:
+    """Return the filter as BPF instructions, or raise ``MissingDependency`` where libseccomp is absent."""
+    sc = _library()
     refuse, absent = sc.ERRNO(errno.EPERM), sc.ERRNO(errno.ENOSYS)
     rules = sc.SyscallFilter(sc.ALLOW)
     for name in DENIED.split():
@@ -72,8 +95,7 @@ def program() -> bytes:
 
 
 def _number(name: str) -> int | str | None:
-    import pyseccomp as sc  # pyright: ignore[reportMissingTypeStubs]
-
+    sc = _library()
     try:
         number = sc.resolve_syscall(sc.system_arch(), name)
     except (ValueError, OSError):
