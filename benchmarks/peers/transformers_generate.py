@@ -34,8 +34,8 @@ def main() -> None:
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in job["prompts"]])
     new = job["new_tokens"]
 
-    def run(count: int) -> float:
-        start = time.perf_counter()
+    def run(count: int) -> tuple[float, float]:
+        start, cpu = time.perf_counter(), time.process_time()
         with torch.inference_mode():
             out = model.generate(
                 ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
@@ -43,13 +43,14 @@ def main() -> None:
             )  # fmt: skip
         if out.shape[1] != longest + count:
             raise RuntimeError(f"generated {out.shape[1] - longest} tokens instead of {count}")
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - cpu
 
     run(2)
     print(json.dumps({"ready": transformers.__version__, "torch": torch.__version__}), flush=True)
     for _ in sys.stdin:
-        seconds = run(new)
-        print(json.dumps({"seconds": seconds, "tokens": new * len(job["prompts"])}), flush=True)
+        seconds, cpu_s = run(new)
+        tokens = new * len(job["prompts"])
+        print(json.dumps({"seconds": seconds, "cpu_s": cpu_s, "tokens": tokens}), flush=True)
 
 
 if __name__ == "__main__":

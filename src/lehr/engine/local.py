@@ -25,7 +25,7 @@ from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight
 from lehr.engine.messages import Allotment
-from lehr.engine.native.engine import NativeConfig, NativeEngine
+from lehr.engine.native.engine import FIRST, NativeConfig, NativeEngine
 from lehr.engine.native.request import Request
 from lehr.engine.native.weights import load_published
 from lehr.model.chat import ChatRenderer
@@ -219,9 +219,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *argum
         loop.call_soon_threadsafe(function, *arguments)
 
 
-def open_engine(
-    folder: Path, config: NativeConfig | None = None, version: Version = Version(0, 0)
-) -> LocalEngine:
+def open_engine(folder: Path, config: NativeConfig | None = None, version: Version = FIRST) -> LocalEngine:
     """Return an engine on the model in ``folder``, whose stop tokens and tokenizer it takes from there."""
     config = config or NativeConfig()
     tokenizer = load_tokenizer(folder)

@@ -31,15 +31,18 @@ from lehr.engine.native.stops import extend_tail
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
 
+FIRST = Version(0, 0)
+"""The version of weights that nobody named."""
+
 
 class NativeConfig(Config):
     """How much the engine runs at once."""
 
-    max_running: int = Field(64, ge=1)
+    max_running: int = Field(default=64, ge=1)
     """Requests that decode in one step."""
-    token_budget: int = Field(512, ge=16)
+    token_budget: int = Field(default=512, ge=16)
     """Tokens per step; what decoding leaves of it goes to prompts."""
-    cache_tokens: int = Field(32768, ge=16)
+    cache_tokens: int = Field(default=32768, ge=16)
     """Tokens whose keys and values the block pool can hold, for running requests and prefixes together."""
     dtype: str = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
@@ -59,7 +62,7 @@ class NativeEngine:
         config: NativeConfig | None = None,
         tokenizer: Tokenizer | None = None,
         stop_ids: Iterable[int] = (),
-        version: Version = Version(0, 0),
+        version: Version = FIRST,
     ) -> None:
         self.config = config or NativeConfig()
         self.model_config = decoder.config

@@ -42,6 +42,8 @@ def pack(decoder: Decoder) -> Decoder:
         return decoder
     for layer in decoder.layers:
         for name in ("qkv", "o", "gate_up", "down"):
-            setattr(layer, name, PackedLinear(layer.get_submodule(name)))
+            plain = layer.get_submodule(name)
+            if isinstance(plain, nn.Linear):
+                setattr(layer, name, PackedLinear(plain))
     decoder.head = PackedLinear(decoder.head)  # pyright: ignore[reportAttributeAccessIssue]
     return decoder

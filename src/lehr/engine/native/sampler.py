@@ -52,7 +52,7 @@ def draw(logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.floa
     """Draw one token per row. ``logits_NV`` is float32 and is overwritten. ``where``: float64 in [0, 1)."""
     rows, vocabulary = logits_NV.shape
     temperatures = [s.temperature for s in settings]
-    greedy = [i for i, t in enumerate(temperatures) if t == 0]
+    greedy = torch.tensor([i for i, t in enumerate(temperatures) if t == 0], dtype=torch.long)
     if any(t != 1 for t in temperatures):
         scale = torch.tensor([1 / t if t else 1.0 for t in temperatures], dtype=torch.float32)
         logits_NV.mul_(scale[:, None])
@@ -71,13 +71,9 @@ def draw(logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.floa
         blocks_NB[index] = cut.view(len(filtered), -1, _WIDTH).sum(dim=-1).double()
         kept_N = blocks_NB.sum(dim=-1)
     tokens_N = _invert(weights_NV, blocks_NB, torch.from_numpy(where))
-    if greedy:
-        index = torch.tensor(greedy)
-        tokens_N[index] = best_N[index]
+    tokens_N[greedy] = best_N[greedy]
     chosen_N = weights_NV.gather(1, tokens_N[:, None])[:, 0].double()
-    if greedy:
-        kept_N = kept_N.clone()
-        kept_N[index] = chosen_N[index]
+    kept_N = kept_N.index_copy(0, greedy, chosen_N[greedy])
     return Drawn(
         tokens_N.tolist(),
         (chosen_N.log() - kept_N.log()).tolist(),
