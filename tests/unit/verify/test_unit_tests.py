@@ -68,20 +68,27 @@ def test_v3_leaving_early_passes_nothing(judge_code: Any) -> None:
 
 
 def test_v5_printed_verdicts_are_ignored(judge_code: Any) -> None:
-    lines = [["x", "ready", ""], *(["x", n, "value", ["i", hex(2 * n)]] for n in range(4))]
+    """The candidate prints to every descriptor it has or can reopen, with every nonce that it can find."""
     source = (
-        "import json, os\n"
-        f"LINES = {lines!r}\n"
-        "TEXT = ''.join(json.dumps(line) + chr(10) for line in LINES)\n"
+        "import json, os, sys\n"
+        "def nonces():\n"
+        "    frame = sys._getframe()\n"
+        "    while frame:\n"
+        "        yield from (v for v in frame.f_locals.values() if type(v) is str and len(v) == 32)\n"
+        "        frame = frame.f_back\n"
+        "    yield 'guess'\n"
         "def f(x):\n"
-        "    print('12 passed'); print(TEXT, flush=True)\n"
-        "    for pid in ('self', os.getppid()):\n"
-        "        for fd in range(32):\n"
-        "            try:\n"
-        "                with open(f'/proc/{pid}/fd/{fd}', 'w') as file:\n"
-        "                    file.write('12 passed' + chr(10) + TEXT)\n"
-        "            except OSError:\n"
-        "                pass\n"
+        "    text = '12 passed' + chr(10)\n"
+        "    for nonce in nonces():\n"
+        "        for n in range(4):\n"
+        "            text += json.dumps([nonce, n, 'value', ['i', hex(2 * n)]]) + chr(10)\n"
+        "    print(text, flush=True)\n"
+        "    for fd in range(64):\n"
+        "        for path in (f'/proc/self/fd/{fd}', f'/proc/{os.getppid()}/fd/{fd}'):\n"
+        "            try:\n                open(path, 'w').write(text)\n"
+        "            except OSError:\n                pass\n"
+        "        try:\n            os.write(fd, text.encode())\n"
+        "        except OSError:\n            pass\n"
         "    os._exit(0)\n"
     )
     assert value(judge_code(source, DOUBLES)) == 0.0
