@@ -149,13 +149,14 @@ def sandbox_checks() -> list[Check]:
     restricted = {None: "no such switch", False: "not restricted", True: "restricted"}[
         report.apparmor_restricts
     ]
+    limited = ", ".join(report.controllers) or "nothing"
     found = {
         "bubblewrap": f"{report.bwrap} {report.bwrap_version}",
         "libseccomp": f"{report.libseccomp}",
         "seccomp": "system calls can be filtered",
         "python3": f"{report.python} (for use inside boxes)",
         "user namespaces": f"allowed to {report.user}; AppArmor: {restricted}",
-        "cgroups": f"{report.cgroups}; {report.user} limits {', '.join(report.controllers) or 'nothing'} with them",
+        "cgroups": f"{report.cgroups}; {report.user} limits {limited} with them",
         "landlock": f"ABI {report.landlock_abi}" if report.landlock_abi else "none in this kernel",
     }
     lacks = {lack.name: lack for lack in report.lacks}

@@ -123,6 +123,23 @@ def test_a_domain_made_from_json_lines_is_listed_and_shown(
     assert "Ticket" in capsys.readouterr().out
 
 
+def test_a_yaml_task_that_is_too_large_names_both_sizes_and_the_switch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text(
+        "task_id: refactor-auth-module\nsandbox:\n  resources: { cpu: 4000, mem: 8Gi, disk: 1Gi }\n"
+        "reward:\n  - run_unit_tests { weight: 1.0 }\n  - run_static_checks { weight: 0.3 }\n"
+    )
+    assert run(["domains", "show", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "4000 asked" in error and "here" in error and "--clamp-resources" in error
+    assert run(["domains", "show", str(file), "--clamp-resources"]) == 0
+    task = json.loads(capsys.readouterr().out)
+    assert task["resources"]["cpu"] < 4000
+    assert [term["weight"] for term in task["reward"]] == [1.0, 0.3]
+
+
 def test_a_bad_line_names_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "a", "expected": {"x": 1}}\n{"prompt": 3}\n')

@@ -51,12 +51,22 @@ def list_(folders: tuple[Path, ...], as_json: bool) -> None:
 @domains.command("show")
 @click.argument("name")
 @click.option("--index", default=0, show_default=True, type=click.IntRange(0), help="Which task of train.")
+@click.option("--clamp-resources", is_flag=True, help="Lower what a YAML task asks for to what is here.")
 @IN
 @json_option
-def show_(name: str, index: int, folders: tuple[Path, ...], as_json: bool) -> None:
-    """Show a domain's card and one of its tasks with the answer that earns full marks."""
+def show_(name: str, index: int, clamp_resources: bool, folders: tuple[Path, ...], as_json: bool) -> None:
+    """Show a domain's card and one of its tasks with the answer that earns full marks.
+
+    NAME may also be a task in a YAML file: then what it resolves to on this machine is shown.
+    """
     from lehr.app.tables import console, print_json
     from lehr.domains.catalogue import open_domain
+
+    if name.endswith((".yaml", ".yml")):
+        from lehr.domains.yaml_task import load_task
+
+        print_json(load_task(Path(name), clamp=clamp_resources).model_dump(mode="json"))
+        return
 
     domain = open_domain(name, folders)
     problem = domain.problem("train", index)
