@@ -45,7 +45,8 @@ def test_every_dependency_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = (ROOT / "requirements.lock").read_text()
     pinned = {re.sub(r"[_.]", "-", name).lower() for name in re.findall(r"^([\w.-]+)==", pins, re.MULTILINE)}
-    for line in [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]:
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    for line in [*project["dependencies"], *extras]:
         name = re.split(r"[\s<>=!~;\[]", line)[0]
         assert re.sub(r"[_.]", "-", name).lower() in pinned, name
 
