@@ -342,7 +342,7 @@ def test_a_reader_never_bumps_the_fence_and_cannot_write(ledger: Ledger) -> None
     ledger.close()
     reader = LedgerReader(ledger.path)
     assert (reader.incarnation(), reader.digest()) == (1, "abc")
-    with reader._read() as db, pytest.raises(Exception, match="readonly|read-only|attempt to write"):
+    with reader._read() as db, pytest.raises(Exception, match=r"readonly|read-only|attempt to write"):
         db.execute(text("DELETE FROM groups"))
     reader.close()
     assert LedgerReader(ledger.path).group_states("rl") == {"drawn": 1}

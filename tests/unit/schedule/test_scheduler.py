@@ -140,6 +140,6 @@ def test_why_says_rate_target_and_effect() -> None:
     assert "no attempt has been judged yet" in scheduler.why("a")
     scheduler.record(Outcome("a", 0, 100, 0))
     assert scheduler.why("a").startswith(
-        "a has 65%: about 4% of its recent attempts pass, below the target of 50%"
+        "a has 66%: about 4% of its recent attempts pass, below the target of 50%"
     )
     assert "raises it 1.9" in scheduler.why("a")
