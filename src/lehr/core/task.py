@@ -57,9 +57,9 @@ class Resources(BaseModel):
     """What a box may use. Sizes accept ``8Gi``-style text."""
 
     model_config = _FROZEN
-    cpu: float = Field(1.0, gt=0)
-    memory_bytes: int = Field(512 << 20, gt=0, validation_alias="mem")
-    disk_bytes: int = Field(64 << 20, gt=0, validation_alias="disk")
+    cpu: float = Field(default=1.0, gt=0)
+    memory_bytes: int = Field(default=512 << 20, gt=0, validation_alias="mem")
+    disk_bytes: int = Field(default=64 << 20, gt=0, validation_alias="disk")
 
     @model_validator(mode="before")
     @classmethod
@@ -83,7 +83,7 @@ class RewardTerm(BaseModel):
 
     model_config = _FROZEN
     verifier: str
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     gate: bool = False
 
     @model_validator(mode="before")
@@ -122,9 +122,9 @@ class Task(BaseModel):
     artifacts: tuple[str, ...] = ()
     reward: tuple[RewardTerm, ...] = ()
     resources: Resources = Field(default_factory=lambda: Resources.model_validate({}))
-    timeout_s: float = Field(30.0, gt=0)
-    max_turns: int = Field(1, ge=1)
-    max_tokens: int = Field(128, ge=1)
+    timeout_s: float = Field(default=30.0, gt=0)
+    max_turns: int = Field(default=1, ge=1)
+    max_tokens: int = Field(default=128, ge=1)
     stop: tuple[str, ...] = ()
     level: int = 0
 

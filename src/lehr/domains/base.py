@@ -35,9 +35,9 @@ class DomainCard(Config):
     pass_at: float = 0.999
     """A reward of at least this much counts as solved."""
     resources: Resources = Field(default_factory=lambda: Resources.model_validate({}))
-    timeout_s: float = Field(30.0, gt=0)
-    max_turns: int = Field(1, ge=1)
-    max_tokens: int = Field(128, ge=1)
+    timeout_s: float = Field(default=30.0, gt=0)
+    max_turns: int = Field(default=1, ge=1)
+    max_tokens: int = Field(default=128, ge=1)
     splits: dict[Split, int] = Field(default_factory=lambda: {"train": 4096, "validation": 64, "heldout": 128})
     """Number of tasks per split. Splits never share a seed or a template."""
     levels: int = 1

@@ -25,8 +25,9 @@ from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight
 from lehr.engine.messages import Allotment
-from lehr.engine.native.engine import FIRST, NativeConfig, NativeEngine
+from lehr.engine.native.engine import FIRST, NativeEngine
 from lehr.engine.native.request import Request
+from lehr.engine.native.settings import NativeConfig
 from lehr.engine.native.weights import load_published
 from lehr.model.chat import ChatRenderer
 from lehr.model.checkpoint import load_decoder

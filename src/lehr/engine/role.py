@@ -15,7 +15,7 @@ from lehr.core.trace import Completion, Version
 from lehr.engine.base import EngineError, EngineStats
 from lehr.engine.local import LocalEngine, open_engine
 from lehr.engine.messages import AbortRequest, ActivateRequest, Allotment, GenerateRequest, ScoreRequest
-from lehr.engine.native.engine import NativeConfig
+from lehr.engine.native.settings import NativeConfig
 from lehr.model.fetch import locate
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class BusyMeter:
         self._since = 0.0
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> Generator[None]:
         """Count the block as work."""
         if self._depth == 0:
             self._since = self._clock.now()

@@ -7,36 +7,26 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lehr.core.config import Config
+from lehr.engine.native.settings import NativeConfig
 from lehr.train.base import TrainConfig
 
 
 class EvaluationConfig(Config):
     """How stages are measured."""
 
-    count: int = Field(100, ge=1)
+    count: int = Field(default=100, ge=1)
     """Held-out tasks per domain."""
-    concurrency: int = Field(64, ge=1)
+    concurrency: int = Field(default=64, ge=1)
     """Episodes at once."""
-
-
-class EngineConfig(Config):
-    """The sampler."""
-
-    dtype: str = "auto"
-    """``auto`` is bfloat16 where the processor has matrix instructions for it, else float32."""
-    cache_tokens: int = Field(32_768, ge=512)
-    """Tokens whose keys and values are kept."""
-    max_batch: int = Field(64, ge=1)
-    """Sequences decoded together."""
 
 
 class SandboxConfig(Config):
     """The boxes."""
 
     backend: str = "bwrap"
-    boxes: int = Field(6, ge=1)
+    boxes: int = Field(default=6, ge=1)
     """Boxes alive at once."""
-    warm: int = Field(3, ge=0)
+    warm: int = Field(default=3, ge=0)
     """Boxes kept ready per specification."""
 
 
@@ -45,13 +35,13 @@ class SftStage(Config):
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: int = Field(120, ge=1)
+    demonstrations: int = Field(default=120, ge=1)
     """Over all domains, divided evenly."""
-    max_epochs: int = Field(6, ge=1)
-    batch_size: int = Field(16, ge=1)
-    patience: int = Field(1, ge=1)
+    max_epochs: int = Field(default=6, ge=1)
+    batch_size: int = Field(default=16, ge=1)
+    patience: int = Field(default=1, ge=1)
     """Epochs without a better validation rate after which the stage ends with the best weights."""
-    validation_count: int = Field(16, ge=1)
+    validation_count: int = Field(default=16, ge=1)
     """Validation tasks per domain, measured after each epoch."""
     train: TrainConfig = TrainConfig()
 
@@ -61,14 +51,14 @@ class RejectStage(Config):
 
     type: Literal["reject"] = "reject"
     name: str = "reject"
-    tasks: int = Field(24, ge=1)
+    tasks: int = Field(default=24, ge=1)
     """Tasks sampled, over all domains."""
-    samples: int = Field(4, ge=1)
+    samples: int = Field(default=4, ge=1)
     """Attempts per task."""
-    temperature: float = Field(1.0, gt=0)
-    epochs: int = Field(1, ge=1)
-    batch_size: int = Field(16, ge=1)
-    keep_per_task: int = Field(2, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=1, ge=1)
+    batch_size: int = Field(default=16, ge=1)
+    keep_per_task: int = Field(default=2, ge=1)
     """Distinct passing answers kept of one task, so that easy tasks do not crowd out hard ones."""
     train: TrainConfig = TrainConfig()
 
@@ -78,21 +68,21 @@ class RlStage(Config):
 
     type: Literal["rl"] = "rl"
     name: str = "rl"
-    steps: int = Field(16, ge=1)
-    groups_per_batch: int = Field(8, ge=1)
-    group_size: int = Field(8, ge=2)
-    staleness_bound: int = Field(1, ge=0)
+    steps: int = Field(default=16, ge=1)
+    groups_per_batch: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=2)
+    staleness_bound: int = Field(default=1, ge=0)
     """Batches that may be started ahead of the weights; 0 is synchronous."""
-    temperature: float = Field(1.0, gt=0)
-    target_pass_rate: float = Field(0.5, gt=0, lt=1)
+    temperature: float = Field(default=1.0, gt=0)
+    target_pass_rate: float = Field(default=0.5, gt=0, lt=1)
     """A domain below it gains weight, one above it loses weight, down to a floor."""
-    refuse_batches: int = Field(4, ge=1)
+    refuse_batches: int = Field(default=4, ge=1)
     """Batches' worth of groups in a row that teach nothing, after which a step is given up."""
-    starved_steps: int = Field(2, ge=1)
+    starved_steps: int = Field(default=2, ge=1)
     """Given-up steps in a row after which the stage ends."""
-    checkpoint_every: int = Field(4, ge=1)
+    checkpoint_every: int = Field(default=4, ge=1)
     """Steps between checkpoints."""
-    time_limit_s: float | None = Field(None, gt=0)
+    time_limit_s: float | None = Field(default=None, gt=0)
     """Start no further step after this many seconds of the stage."""
     train: TrainConfig = TrainConfig()
 
@@ -108,7 +98,7 @@ class ControlStage(Config):
     """The stage whose checkpoint and demonstrations are used."""
     match: tuple[str, ...] = ("reject", "rl")
     """The stages whose seconds are spent."""
-    batch_size: int = Field(16, ge=1)
+    batch_size: int = Field(default=16, ge=1)
     train: TrainConfig = TrainConfig()
 
 
@@ -126,7 +116,7 @@ class Recipe(Config):
     seed: int = 0
     stages: tuple[Stage, ...] = Field(min_length=1)
     evaluation: EvaluationConfig = EvaluationConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: NativeConfig = NativeConfig()
     sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,7 @@ async def _timed(ctx: Context, name: str, work: Callable[[], Awaitable[object]])
 @asynccontextmanager
 async def _context(
     folder: RunFolder, recipe: Recipe, start: Path, ledger: Ledger, observer: Observer
-) -> AsyncIterator[Context]:
+) -> AsyncGenerator[Context]:
     """Start the roles and the pool; end them whatever happens, in bounded time."""
     domains = {name: open_domain(name, recipe.domain_paths) for name in recipe.domains}
     division = divide()
@@ -132,7 +132,6 @@ async def _context(
     observer.stage("start", None, "roles")
     begun = time.monotonic()
     try:
-        await pool.start()
         weights = folder.path / "weights"
         trainer_role = Role(
             "trainer",

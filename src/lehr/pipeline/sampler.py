@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from lehr.cluster.base import Role
 from lehr.cluster.local import LocalCluster
+from lehr.engine.native.settings import NativeConfig
 from lehr.engine.remote import RemoteEngine
 from lehr.model.base import Renderer
 from lehr.pipeline.cores import divide
 from lehr.pipeline.models import context_tokens, load_renderer
-from lehr.pipeline.recipe import EngineConfig, SandboxConfig
+from lehr.pipeline.recipe import SandboxConfig
 from lehr.rollout.agent import AgentLoop
 from lehr.rollout.group import GroupRunner
 from lehr.sandbox.pool import Pool
@@ -33,15 +34,14 @@ class Sampler:
 
 @asynccontextmanager
 async def open_sampler(
-    model: Path, *, engine: EngineConfig | None = None, sandbox: SandboxConfig | None = None
-) -> AsyncIterator[Sampler]:
+    model: Path, *, engine: NativeConfig | None = None, sandbox: SandboxConfig | None = None
+) -> AsyncGenerator[Sampler]:
     """Start an engine on ``model`` with all cores; end it whatever happens."""
-    engine, sandbox = engine or EngineConfig(), sandbox or SandboxConfig()
+    engine, sandbox = engine or NativeConfig(), sandbox or SandboxConfig()
     with tempfile.TemporaryDirectory(prefix="lehr-") as scratch:
         cluster = LocalCluster(Path(scratch))
         pool = Pool(sandbox.backend, warm=sandbox.warm, limit=sandbox.boxes)
         try:
-            await pool.start()
             handle = await cluster.start(engine_role(model, engine, incarnation=1))
             remote = RemoteEngine(handle)
             renderer = load_renderer(model)
@@ -51,9 +51,9 @@ async def open_sampler(
             await asyncio.shield(_close(cluster, pool))
 
 
-def engine_role(model: Path, config: EngineConfig, *, incarnation: int) -> Role:
+def engine_role(model: Path, config: NativeConfig, *, incarnation: int) -> Role:
     """Return the role of an embedded engine that begins with the weights of ``model``."""
-    body = {"model": str(model), **config.model_dump(), "incarnation": incarnation}
+    body = {"model": str(model), "native": config.model_dump(), "incarnation": incarnation}
     return Role("engine", "lehr.engine.role:build", body, threads=divide().sampling.threads)
 
 

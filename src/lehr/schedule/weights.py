@@ -17,17 +17,17 @@ from lehr.core.config import Config
 class SchedulerConfig(Config):
     """How shares follow pass rates."""
 
-    target: float = Field(0.5, gt=0, lt=1)
+    target: float = Field(default=0.5, gt=0, lt=1)
     """Pass rate at which a domain is neither raised nor lowered."""
     targets: dict[str, float] = Field(default_factory=dict[str, float])
     """Targets of single domains."""
-    strength: float = Field(2.0, ge=1)
+    strength: float = Field(default=2.0, ge=1)
     """Factor by which a domain at rate 0 or 1 (whichever is further) is raised or lowered."""
-    floor: float = Field(0.25, ge=0, le=1)
+    floor: float = Field(default=0.25, ge=0, le=1)
     """Least share of a domain, as a fraction of an even share."""
-    half_life: float = Field(128.0, gt=0)
+    half_life: float = Field(default=128.0, gt=0)
     """Judged attempts after which an older one counts half."""
-    prior_attempts: float = Field(8.0, gt=0)
+    prior_attempts: float = Field(default=8.0, gt=0)
     """Imaginary attempts at the target rate."""
 
 

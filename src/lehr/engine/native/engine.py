@@ -14,9 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 
-from lehr.core.config import Config
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
 from lehr.engine.native.attention import Span, StepAttention
@@ -27,25 +25,13 @@ from lehr.engine.native.rows import Rows
 from lehr.engine.native.sampler import draw, uniform
 from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
+from lehr.engine.native.settings import NativeConfig
 from lehr.engine.native.stops import extend_tail
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
 
 FIRST = Version(0, 0)
 """The version of weights that nobody named."""
-
-
-class NativeConfig(Config):
-    """How much the engine runs at once."""
-
-    max_running: int = Field(default=64, ge=1)
-    """Requests that decode in one step."""
-    token_budget: int = Field(default=512, ge=16)
-    """Tokens per step; what decoding leaves of it goes to prompts."""
-    cache_tokens: int = Field(default=32768, ge=16)
-    """Tokens whose keys and values the block pool can hold, for running requests and prefixes together."""
-    dtype: str = "auto"
-    """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
 
 
 class NativeEngine:

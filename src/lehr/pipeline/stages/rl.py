@@ -55,7 +55,7 @@ class _RlRun:
             self._run_group,
             self._finish,
             self.admission,
-            concurrency=max(1, (ctx.recipe.engine.max_batch * 2) // stage.group_size),
+            concurrency=max(1, (ctx.recipe.engine.max_running * 2) // stage.group_size),
         )
         self.again: deque[GroupPlan] = deque()
         self.ordinal = 0

@@ -1,0 +1,20 @@
+"""The engine's settings, readable without torch."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from lehr.core.config import Config
+
+
+class NativeConfig(Config):
+    """How much the engine runs at once."""
+
+    max_running: int = Field(default=64, ge=1)
+    """Requests that decode in one step."""
+    token_budget: int = Field(default=512, ge=16)
+    """Tokens per step; what decoding leaves of it goes to prompts."""
+    cache_tokens: int = Field(default=32768, ge=16)
+    """Tokens whose keys and values the block pool can hold, for running requests and prefixes together."""
+    dtype: str = "auto"
+    """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
