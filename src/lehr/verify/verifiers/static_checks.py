@@ -34,9 +34,11 @@ async def run_static_checks(task: Task, evidence: Evidence, gold: Gold, boxes: B
     """Return the fraction of checks met: the function is there as asked, nothing else runs at import, only
     pure modules are imported, no name that reaches outside the function. Unreadable code scores 0.
     """
-    del task, boxes
+    del boxes
+    entry = gold.data.get("entry")
+    if not isinstance(entry, str):
+        return NoScore("verifier_crash", f"{task.id} names no function")
     tree = _parse(evidence.files.get(SOLUTION, b""))
-    entry = str(gold.data.get("entry", ""))
     if tree is None or not tree.body:
         return Score(0.0, "the code does not parse")
     checks = {
