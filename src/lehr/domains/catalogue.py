@@ -30,8 +30,8 @@ class FolderSource(Protocol):
 class Domain:
     """A domain on disk. Its code is loaded when the first problem is asked for.
 
-    digest: 8 hex digits over everything in the folder and the generator's file; part of every task's id, so
-    that an id names the same task always.
+    digest: 8 hex digits over everything in the folder and the code of its generator; part of every task's
+    id, so that an id names the same task always.
     """
 
     def __init__(self, card: DomainCard, folder: Path) -> None:
@@ -60,20 +60,21 @@ class Domain:
     def digest(self) -> str:
         """8 hex digits of the domain's content."""
         digest = hashlib.blake2b(digest_size=4)
-        for file in (*_content(self.folder), *self._generator_file()):
+        for file in (*_content(self.folder), *self._shared_code()):
             inside = file.is_relative_to(self.folder)
             name = str(file.relative_to(self.folder)) if inside else file.name
             digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             digest.update(file.read_bytes())
         return digest.hexdigest()
 
-    def _generator_file(self) -> list[Path]:
+    def _shared_code(self) -> list[Path]:
+        """What a built-in generator consists of beside the domain's own folder."""
         module = self.card.generator.partition(":")[0]
-        if module.startswith("lehr.domains."):
-            file = BUILT_IN.joinpath(*module.split(".")[2:]).with_suffix(".py")
-            if file.is_file() and not file.is_relative_to(self.folder):
-                return [file]
-        return []
+        if not module.startswith("lehr.domains."):
+            return []
+        generator = BUILT_IN.joinpath(*module.split(".")[2:]).with_suffix(".py")
+        files = (generator, BUILT_IN / "splitting.py")
+        return [file for file in files if file.is_file() and not file.is_relative_to(self.folder)]
 
     @cached_property
     def _source(self) -> Source:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -114,12 +114,13 @@ def read_rows(file: Path) -> list[tuple[Row, Split]]:
     try:
         if file.stat().st_size > LARGEST_BYTES:
             raise ConfigError(f"{file} is larger than {LARGEST_BYTES >> 20} MiB")
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ConfigError(f"no such file: {file}", hint="Check the path.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {file}: {error}", expected="UTF-8 text") from error
     rows = [Row.parse(line, f"{file}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    rows = _with_kinds_by_column(rows)
     prompts = sorted({row.prompt for row in rows}, key=_hash)
     if len(prompts) < FEWEST:
         raise ConfigError(
@@ -131,6 +132,20 @@ def read_rows(file: Path) -> list[tuple[Row, Split]]:
     homes.update(dict.fromkeys(prompts[:heldout], "heldout"))
     homes.update(dict.fromkeys(prompts[heldout : heldout + validation], "validation"))
     return [(row, homes[row.prompt]) for row in rows]
+
+
+def _with_kinds_by_column(rows: list[Row]) -> list[Row]:
+    """Read whole numbers as decimal ones where the same field has decimals in another row."""
+    decimal = {name for row in rows for name, field in row.fields.items() if field["type"] == "amount"}
+
+    def read(name: str, field: Mapping[str, Any]) -> Mapping[str, Any]:
+        if name in decimal and field["type"] == "integer":
+            return {"type": "amount", "value": str(field["value"])}
+        return field
+
+    return [
+        replace(row, fields={name: read(name, field) for name, field in row.fields.items()}) for row in rows
+    ]
 
 
 def _hash(prompt: str) -> str:

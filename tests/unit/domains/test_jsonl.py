@@ -52,6 +52,15 @@ def test_a_domain_from_json_lines_trains(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_field_with_decimals_anywhere_is_decimal_everywhere(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{n}\u2028", "expected": {"price": n if n % 2 else n + 0.5, "n": n}} for n in range(8)]
+    text = "\ufeff" + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text)
+    fields = [row.fields for row, _ in read_rows(tmp_path / "rows.jsonl")]
+    assert {field["price"]["type"] for field in fields} == {"amount"}
+    assert {field["n"]["type"] for field in fields} == {"integer"}
+
+
 def test_splits_are_disjoint_stable_and_keep_equal_prompts_together(tmp_path: Path) -> None:
     rows = [*ROWS, {"prompt": ROWS[3]["prompt"], "expected": {"count": 99}}]
     split = read_rows(write(tmp_path / "rows.jsonl", rows))
