@@ -233,6 +233,8 @@ class RunnerBox:
     async def _destroy(self) -> None:
         self._process.kill()
         self._channel.close()
+        for shell in list(self._shells):
+            shell.abandon()
         await self._process.gone()
 
 

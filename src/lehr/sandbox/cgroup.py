@@ -195,7 +195,8 @@ def sweep(places: Places) -> int:
 
 def _kill_members(folder: Path, limit_s: float = 1.0) -> None:
     try:
-        (folder / "cgroup.kill").write_text("1")
+        with (folder / "cgroup.kill").open("r+") as handle:
+            handle.write("1")
     except OSError:
         end = time.monotonic() + limit_s
         while (members := _words(folder / "cgroup.procs")) and time.monotonic() < end:

@@ -224,6 +224,10 @@ class Pool:
                 return
         self._taken -= 1
 
+    def warm_boxes(self, spec: Spec) -> int:
+        """Return how many boxes of ``spec`` are ready."""
+        return len(self._warm.get(spec, ()))
+
     def _take_warm(self, spec: Spec) -> Box | None:
         ready = self._warm.get(spec)
         while ready:

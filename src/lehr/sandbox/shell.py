@@ -175,9 +175,10 @@ class PipeShell:
         await asyncio.wait([self._answer], timeout=GRACE_S)
         if not self._answer.done():
             self._box.give_up()
-        self._close_pipes()
+        self.abandon()
 
-    def _close_pipes(self) -> None:
+    def abandon(self) -> None:
+        """Close the host's ends; the box ends what runs inside."""
         if self._open:
             self._open = False
             for stream in self._streams:
@@ -195,6 +196,6 @@ class PipeShell:
             if self._answer.done():
                 with contextlib.suppress(ChannelLost):
                     self._answer.result()
-                self._close_pipes()
+                self.abandon()
             else:
                 await self._end()

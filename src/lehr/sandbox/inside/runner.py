@@ -135,6 +135,8 @@ class Runner:
             except OSError as error:
                 failure = error
         if fd >= 0:
+            if failure is not None:
+                os.ftruncate(fd, 0)
             os.close(fd)
         if failure is not None:
             raise failure

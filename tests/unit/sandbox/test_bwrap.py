@@ -1,0 +1,212 @@
+"""The bwrap backend: what only a look from outside the box can show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lehr.core.errors import HostUnfit, MissingDependency
+from lehr.sandbox import bwrap, cgroup, image, launch
+from lehr.sandbox.base import Limits, Spec
+from lehr.sandbox.box import RunnerBox
+from lehr.sandbox.bwrap import BwrapBackend
+from lehr.sandbox.errors import Refused, SandboxError
+from lehr.sandbox.pool import Pool
+
+SMALL = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=8 << 20, inodes=256, wall_s=10.0))
+
+
+def in_box(use: Callable[[RunnerBox], Awaitable[Any]], spec: Spec = SMALL) -> Any:
+    async def run() -> Any:
+        backend = BwrapBackend()
+        box = await backend.create(spec)
+        try:
+            return await use(box)
+        finally:
+            await box.destroy()
+            await backend.close()
+
+    return asyncio.run(run())
+
+
+def processes_below(pid: int) -> list[int]:
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found + [inner for child in found for inner in processes_below(child)]
+
+
+def process_1_of_box() -> int:
+    """The host's number of the only box's process 1."""
+    (one,) = [
+        pid
+        for pid in processes_below(os.getpid())
+        if (status := Path(f"/proc/{pid}/status").read_text()) and "NSpid:" in status
+        if status.split("NSpid:")[1].split("\n")[0].split()[-1] == "1"
+        if len(status.split("NSpid:")[1].split("\n")[0].split()) > 1
+    ]
+    return one
+
+
+def test_s12_box_killed_from_outside() -> None:
+    async def kill_while_running(box: RunnerBox) -> None:
+        running = asyncio.create_task(box.exec(["sleep", "60"]))
+        await asyncio.sleep(0.3)
+        os.kill(process_1_of_box(), signal.SIGKILL)
+        result = await asyncio.wait_for(running, 5)
+        assert (result.verdict, result.exit_code) == ("broken", None)
+        assert result.detail
+        assert box.broken
+        later = await box.exec(["true"])
+        assert later.verdict == "broken"
+        with pytest.raises(SandboxError):
+            await box.read("anything")
+
+    in_box(kill_while_running)
+
+
+def test_pool_replaces_a_broken_warm_box() -> None:
+    async def run() -> None:
+        pool = Pool(warm=1)
+        async with pool.lease(SMALL):
+            pass
+        while not pool.warm_boxes(SMALL):
+            await asyncio.sleep(0.01)
+        os.kill(process_1_of_box(), signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        async with pool.lease(SMALL) as box:
+            result = await box.exec(["echo", "fresh"])
+            assert result.stdout == b"fresh\n"
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_nothing_is_left_after_destruction() -> None:
+    places = cgroup.find()
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    async def use(box: RunnerBox) -> None:
+        await box.exec(["sh", "-c", "sleep 60 & echo started"])
+        shell = await box.shell()
+        await shell.run("sleep 60 &")
+
+    in_box(use)
+    in_box(use)
+    assert processes_below(os.getpid()) == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    for place in places.controllers.values():
+        assert not [path for path in place.folder.glob("lehr-*") if f"-{os.getpid()}-" in path.name]
+
+
+def test_cancelled_exec_kills_the_program_and_keeps_the_box() -> None:
+    async def use(box: RunnerBox) -> None:
+        running = asyncio.create_task(box.exec(["sleep", "60"]))
+        await asyncio.sleep(0.2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        result = await box.exec(["sh", "-c", "ls /proc | grep -c '^[0-9]'"])
+        assert result.verdict == "ok"
+        assert int(result.stdout) <= 4
+
+    in_box(use)
+
+
+def test_program_starts_as_another_user_than_root() -> None:
+    async def use(box: RunnerBox) -> None:
+        running = asyncio.create_task(box.exec(["sleep", "5"]))
+        await asyncio.sleep(0.3)
+        uids = {
+            os.stat(f"/proc/{pid}").st_uid for pid in processes_below(os.getpid()) if "sleep" in name_of(pid)
+        }
+        running.cancel()
+        assert uids and 0 not in uids
+
+    in_box(use)
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text()
+
+
+def test_files_in_and_out() -> None:
+    async def use(box: RunnerBox) -> None:
+        await box.write("a/b/data.bin", bytes(range(256)) * 5000)
+        assert await box.read("a/b/data.bin", limit_bytes=2 << 20) == bytes(range(256)) * 5000
+        await box.write("a/b/data.bin", b"short")
+        assert await box.read("/work/a/b/data.bin") == b"short"
+        assert await box.tree("a") == {"b": None, "b/data.bin": b"short"}
+        with pytest.raises(Refused, match="No space left"):
+            await box.write("big", b"x" * (9 << 20))
+        with pytest.raises(Refused, match="Read-only"):
+            await box.write("/usr/x", b"x")
+        with pytest.raises(Refused, match="more bytes"):
+            await box.tree(limit_bytes=3)
+        with pytest.raises(Refused, match="more than 1 files"):
+            await box.tree(limit_files=1)
+        with pytest.raises(Refused, match="No such file"):
+            await box.read("absent")
+        odd = "odd \udcff\n name"
+        await box.exec(["sh", "-c", "printf x > 'odd \\'$'\\n name' 2>/dev/null; true"])
+        await box.write(odd, b"odd")
+        assert (await box.tree())[odd] == b"odd"
+
+    in_box(use)
+
+
+def test_environment_folder_and_missing_program() -> None:
+    async def use(box: RunnerBox) -> None:
+        await box.write("sub/file", b"")
+        result = await box.exec(["sh", "-c", "pwd; echo $NAME"], env={"NAME": "värde"}, cwd="sub")
+        assert result.stdout == "/work/sub\nvärde\n".encode()
+        result = await box.exec(["no-such-program"])
+        assert (result.verdict, result.exit_code) == ("exit", 127)
+        result = await box.exec(["/work"])
+        assert (result.verdict, result.exit_code) == ("exit", 126)
+        result = await box.exec(["true"], cwd="absent")
+        assert result.verdict == "exit" and result.exit_code == 127
+        result = await box.exec(["sh", "-c", "kill -SEGV $$"])
+        assert (result.verdict, result.exit_code, result.signal) == ("signal", None, signal.SIGSEGV)
+        with pytest.raises(SandboxError, match="NUL"):
+            await box.exec(["echo", "a\0b"])
+
+    in_box(use)
+
+
+def test_missing_bubblewrap_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bwrap, "PATH", "/nonexistent")
+    with pytest.raises(MissingDependency, match="apt-get install bubblewrap"):
+        in_box(lambda box: box.exec(["true"]))
+
+
+def test_missing_python_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "system_python", lambda: None)
+    with pytest.raises(MissingDependency, match="apt-get install python3"):
+        in_box(lambda box: box.exec(["true"]))
+
+
+def test_forbidden_bubblewrap_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents:
+        if parent.is_relative_to("/tmp") and parent != Path("/tmp"):
+            parent.chmod(0o755)
+    forbidden = tmp_path / "bwrap"
+    forbidden.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    forbidden.chmod(0o755)
+    monkeypatch.setattr(bwrap, "PATH", f"{tmp_path}:{launch.PATH}")
+    monkeypatch.setattr("lehr.sandbox.host.PATH", f"{tmp_path}:{launch.PATH}")
+    with pytest.raises(HostUnfit, match="No permissions to create new namespace") as caught:
+        in_box(lambda box: box.exec(["true"]))
+    assert "Mend it: `" in str(caught.value)
+
+
+def test_own_folders_below_usr_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/usr/share"))
+    arguments = image.arguments.__wrapped__()
+    at = arguments.index("/usr/share")
+    assert arguments[at - 1] == "--tmpfs"
