@@ -169,6 +169,7 @@ class LocalEngine:
             self._commands.append(work)
             self._wake.notify()
 
+    @torch.inference_mode()
     def _run(self) -> None:
         while True:
             with self._wake:
@@ -178,9 +179,9 @@ class LocalEngine:
                     return
                 commands = list(self._commands)
                 self._commands.clear()
-            for command in commands:
-                command()
             try:
+                for command in commands:
+                    command()
                 self._deliver(self._native.step())
             except Exception as error:  # the boundary: no request may wait for an engine that is gone
                 self._break(error)
