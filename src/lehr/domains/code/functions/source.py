@@ -76,13 +76,24 @@ def inputs(rng: random.Random, drawn: Sketch) -> list[Any]:
             [rng.randint(-12, 20) for _ in range(rng.randint(4, 9))] for _ in range(TESTS - 4)
         ]
     if drawn.family == "dict":
-        near = {"a": k, "b": k - 1, "c": k + 1, "d": 0, "e": -k}
+        near = {"a": k, "b": k - 1, "c": k + 1, "d": 0, "e": -k, "g": -1, "h": 1}
         return [{}, {"x": 2 * k}, near] + [
             {rng.choice(WORDS): rng.randint(-9, 15) for _ in range(rng.randint(3, 7))} for _ in range(TESTS - 3)
         ]
-    seeded = [letter, f"{letter}x", f"x{letter}", f"{letter * 3}", "abcdef"[: max(1, k)], "qwertyu"[: k + 1]]
-    sentences = [" ".join(rng.sample(WORDS, rng.randint(2, 6))) for _ in range(TESTS - 4)]
-    return ["", "noon", " ".join(seeded), " ".join(rng.sample(seeded + list(WORDS), 5)), *sentences]
+    seeded = [
+        letter,
+        f"{letter}x",
+        f"x{letter}",
+        letter * 3,
+        "abcdef"[:k],
+        "qwertyu"[: k + 1],
+        "zyxwvutsr"[: k + 2],
+    ]
+    matching = [f"{letter}{word}{letter}" for word in rng.sample(WORDS, 6)]
+    sentences = [" ".join(rng.sample(WORDS, rng.randint(2, 6))) for _ in range(TESTS - 5)]
+    mixed = [*seeded, *matching]
+    rng.shuffle(mixed)
+    return ["", "noon", " ".join(seeded), " ".join(matching), " ".join(mixed), *sentences]
 
 
 SOURCE = FunctionSource()
