@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def open_reader(path: Path) -> Engine:
 
 
 @contextmanager
-def named_errors(path: Path, doing: str) -> Iterator[None]:
+def named_errors(path: Path, doing: str) -> Generator[None]:
     """Turn the database's errors into ours: full disk, no permission, lock, damage."""
     try:
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -133,6 +133,6 @@ class LedgerReader:
             return queries.resume_view(db, stage)
 
     @contextmanager
-    def _read(self) -> Iterator[Connection]:
+    def _read(self) -> Generator[Connection]:
         with named_errors(self.path, "read"), self._engine.connect() as db:
             yield db

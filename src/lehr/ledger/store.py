@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Ledger:
         self._engine.dispose()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> Generator[None]:
         """Make the writes of the block one transaction. Nothing may be awaited inside it."""
         with self._write():
             yield
@@ -315,7 +315,7 @@ class Ledger:
         db.execute(open_spans.values(ended=at))
 
     @contextmanager
-    def _read(self) -> Iterator[Connection]:
+    def _read(self) -> Generator[Connection]:
         with self._lock:
             if self._open is not None:
                 yield self._open
@@ -328,7 +328,7 @@ class Ledger:
                     self._open = None
 
     @contextmanager
-    def _write(self) -> Iterator[Connection]:
+    def _write(self) -> Generator[Connection]:
         with self._read() as db:
             mine = update(run).where(run.c.incarnation == self.incarnation)
             if db.execute(mine.values(touched=time.time())).rowcount != 1:

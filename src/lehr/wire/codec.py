@@ -65,7 +65,7 @@ def _pack_array(array: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(_ARRAY, b"".join((head, array.reshape(-1).view(np.uint8).data)))
 
 
-def _unpack_array(code: int, data: memoryview) -> Any:
+def _unpack_array(code: int, data: memoryview) -> np.ndarray[Any, Any]:
     if code != _ARRAY:
         raise ValueError(f"unknown extension {code}")
     if len(data) < _HEAD.size:
@@ -80,7 +80,7 @@ def _unpack_array(code: int, data: memoryview) -> Any:
     shape = struct.unpack_from(f"<{ndim}Q", data, _HEAD.size)
     if math.prod(shape) * dtype.itemsize != len(data) - start:
         raise ValueError(f"{len(data) - start} bytes do not make an array of {dtype} with shape {shape}")
-    array = np.frombuffer(data, dtype, offset=start).reshape(shape)
+    array: np.ndarray[Any, Any] = np.frombuffer(data, dtype, offset=start).reshape(shape)
     if not array.flags.aligned:
         array = array.copy()
     array.flags.writeable = False
@@ -91,7 +91,7 @@ def _encode_other(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return _pack_array(cast("np.ndarray[Any, Any]", value))
     if isinstance(value, np.generic):
-        return value.item()
+        return cast("Any", value).item()
     if isinstance(value, BaseModel):
         return value.model_dump(mode="python")
     raise TypeError(f"objects of type {type(value).__name__} do not travel")
@@ -103,21 +103,19 @@ def _decode_other(kind: Any, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             raise ValueError(f"expected an array, got {type(value).__name__}")
         array = cast("np.ndarray[Any, Any]", value)
-        wanted = _dtype_of(kind)
-        if wanted is not None and array.dtype != wanted:
-            raise ValueError(f"expected an array of {wanted}, got {array.dtype}")
+        _check_dtype(array, kind)
         return array
     if isinstance(origin, type) and issubclass(origin, BaseModel):
         return origin.model_validate(value)
     raise TypeError(f"{kind} is not a type that travels")
 
 
-def _dtype_of(kind: Any) -> np.dtype[Any] | None:
+def _check_dtype(array: np.ndarray[Any, Any], kind: Any) -> None:
     for argument in get_args(kind):
         if get_origin(argument) is np.dtype:
             (scalar,) = get_args(argument)
-            return np.dtype(scalar) if isinstance(scalar, type) else None
-    return None
+            if isinstance(scalar, type) and array.dtype != np.dtype(scalar):
+                raise ValueError(f"expected an array of {np.dtype(scalar)}, got {array.dtype}")
 
 
 @lru_cache(maxsize=512)
@@ -130,7 +128,10 @@ def _decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
 
 
 def _leaf(kind: Any, value: Any) -> Any:
-    return msgspec.convert(value, kind, dec_hook=_decode_other)
+    try:
+        return msgspec.convert(value, kind, dec_hook=_decode_other)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_other)

@@ -106,8 +106,7 @@ class Peer:
         """Send one message; the role must have said hello."""
         if self.identity is None:
             raise RoleLost(f"role {self.name!r} has not dialled home")
-        frames: list[bytes] = [self.identity, pack(message), body]
-        await self._home.socket.send_multipart(frames)
+        await self._home.send(self.identity, pack(message), body)
 
     def take(self, message: Message, body: memoryview) -> None:
         """Act on a message of this peer."""
@@ -156,10 +155,10 @@ class Home:
         self._folder = Path(tempfile.mkdtemp(prefix="lehr-", dir=_short_folder()))
         self.address = f"ipc://{self._folder}/home"
         self._context = zmq.asyncio.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.set_hwm(0)
-        self.socket.bind(self.address)
+        self._socket: Any = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.set_hwm(0)
+        self._socket.bind(self.address)
         self._on_silent = on_silent
         self._expected: dict[tuple[str, int], Peer] = {}
         self._peers: dict[bytes, Peer] = {}
@@ -186,6 +185,10 @@ class Home:
         if peer.identity is not None:
             self._peers.pop(peer.identity, None)
 
+    async def send(self, *frames: bytes) -> None:
+        """Send one message: identity, envelope, body."""
+        await self._socket.send_multipart(frames)
+
     def next_id(self) -> str:
         """Return a request id that no other request of any home has."""
         return f"{self._prefix}-{next(self._ids)}"
@@ -209,7 +212,7 @@ class Home:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks = []
-        self.socket.close(linger=0)
+        self._socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -220,7 +223,7 @@ class Home:
 
     async def _receive(self) -> None:
         while True:
-            frames = await self.socket.recv_multipart(copy=False)
+            frames = await self._socket.recv_multipart(copy=False)
             if len(frames) != 3:
                 continue
             identity, body = frames[0].bytes, frames[2].buffer
