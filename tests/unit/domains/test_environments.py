@@ -68,6 +68,19 @@ def test_a_terminal_shows_output_and_collects_files() -> None:
     assert evidence.files == {"d/": b"", "d/a.txt": b"x\n", "n.txt": b"1\n"} and evidence.turns == 4
 
 
+def test_the_shell_remembers_and_outlives_what_ends_it() -> None:
+    turns = [
+        sh("mkdir d", "cd d", "N=7"),
+        sh("echo $N > n.txt"),
+        sh("exit 3"),
+        sh("echo 'open"),
+        sh("echo 8 > m.txt"),
+    ]
+    seen, evidence = play("terminal", turns)
+    assert "exit 3" in seen[2].messages[0].content and "exit" in seen[3].messages[0].content
+    assert evidence.files == {"d/": b"", "d/n.txt": b"7\n", "m.txt": b"8\n"}
+
+
 def test_long_output_is_cut_in_the_middle() -> None:
     seen, _ = play("terminal", [sh("seq 1 1000")])
     text = seen[0].messages[0].content

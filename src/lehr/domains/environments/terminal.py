@@ -1,6 +1,6 @@
 """Several turns with a shell in a leased box.
 
-Each turn of the model holds one fenced ``sh`` block, which runs in the working folder; what it printed comes
+Each turn of the model holds one fenced ``sh`` block, which runs in a persistent shell; what it printed comes
 back as a ``tool`` message. A turn without a block, such as ``DONE``, ends the episode. The final files of the
 working folder are the evidence.
 """
@@ -12,7 +12,7 @@ import re
 from lehr.core.episode import Evidence, Observation, Turn
 from lehr.core.task import Message, Task
 from lehr.domains.base import Episode
-from lehr.sandbox.base import Box, Boxes, ExecResult, Limits, Spec
+from lehr.sandbox.base import Box, Boxes, ExecResult, Limits, Shell, Spec
 from lehr.sandbox.errors import Refused, SandboxError
 
 COMMAND_S = 5.0
@@ -21,7 +21,7 @@ _FENCE = re.compile(r"```(?:sh|bash|shell)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 
 
 class TerminalEnvironment:
-    """Runs every turn's block with ``sh`` in one box per episode.
+    """Runs every turn's block in one shell of one box per episode.
 
     The box is leased when the first block is to run, not while the model is still writing it: boxes are
     scarcer than episodes.
@@ -44,6 +44,7 @@ class _TerminalEpisode:
         self._task = task
         self._boxes = boxes
         self._box: Box | None = None
+        self._shell: Shell | None = None
         self._answer = ""
         self._turns = 0
         self._evidence: Evidence | None = None
@@ -54,15 +55,24 @@ class _TerminalEpisode:
         found = _FENCE.search(turn.text)
         if found is None:
             return Observation(done=True)
+        return _says(_shown(await self._run(found[1].replace("\0", ""))))
+
+    async def _run(self, command: str) -> ExecResult:
+        """Run in the shell; where an earlier command ended it, in a new one."""
         box = self._box or await self._lease()
-        result = await box.exec(["/bin/sh", "-c", found[1]], timeout_s=COMMAND_S)
+        if self._shell is not None:
+            result = await self._shell.run(command, timeout_s=COMMAND_S)
+            if result.verdict != "broken":
+                return result
+        self._shell = await box.shell()
+        result = await self._shell.run(command, timeout_s=COMMAND_S)
         if result.verdict == "broken":
             raise SandboxError(f"the box of {self._task.id} broke: {result.detail}")
-        return _says(_shown(result))
+        return result
 
     async def close(self) -> Evidence:
         if self._evidence is None:
-            box, self._box = self._box, None
+            box, self._box, self._shell = self._box, None, None
             if box is None:
                 files = {path: text.encode() for path, text in self._task.files.items()}
             else:
