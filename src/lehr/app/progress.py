@@ -1,7 +1,8 @@
 """Live progress of a run: a display that redraws itself on a terminal, plain lines anywhere else.
 
 Both implement the pipeline's ``Observer``. A fact whose name has a ``/`` is a domain's pass rate and is shown
-on the domains' line; every other fact stands behind the bar.
+on the domains' line; every other fact stands behind the bar. The fact ``seconds`` of a finished stage is how
+long it took, where that is not the time since it began.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class PlainProgress:
         """Print how long the stage took."""
         self._flush()
         own = self._work is not None and self._work.name == name
-        took = f" in {duration(self._work.meter.elapsed_s)}" if own and self._work else ""
+        took_s = facts.pop("seconds", self._work.meter.elapsed_s if own and self._work else None)
+        took = "" if took_s is None else f" in {duration(float(took_s))}"
         detail = "  ".join(part for part in (_facts(facts), _domains(facts)) if part)
         self._print(f"{name}: done{took}" + (f"  {detail}" if detail else ""))
 
@@ -137,11 +139,13 @@ class LiveProgress:
     def finish(self, name: str, **facts: Fact) -> None:
         """Turn the bar into a line; the end of a stage made of several parts gets a line of its own."""
         if self._work is not None and self._work.name == name:
+            facts.pop("seconds", None)
             self._work.facts.update(facts)
             self._retire()
         else:
             self._retire()
-            self._line(name, "", "", facts)
+            took_s = facts.pop("seconds", None)
+            self._line(name, "", "" if took_s is None else duration(float(took_s)), facts)
 
     def _retire(self) -> None:
         work, self._work = self._work, None

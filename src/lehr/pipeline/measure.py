@@ -23,6 +23,7 @@ async def measure(
     passed = sum(done.values())
     finished = len(done)
     ctx.observer.advance(finished, total)
+    busy_s, verified_s = (await ctx.engine.stats()).busy_s, ctx.verifying.seconds
 
     def on_result(result: Result) -> None:
         nonlocal finished, passed
@@ -49,6 +50,14 @@ async def measure(
         on_result=on_result,
         skip=set(before),
         sampling=ctx.greedy,
+    )
+    ctx.metrics.write(
+        f"measure {label}",
+        ctx.published,
+        {
+            "time/sampling_s": (await ctx.engine.stats()).busy_s - busy_s,
+            "time/verifying_s": ctx.verifying.seconds - verified_s,
+        },
     )
     rates = {name: passed / total for name, (passed, total) in tally(results).items()}
     ctx.observer.finish(f"measure {label}", **{name: f"{rate:.0%}" for name, rate in rates.items()})

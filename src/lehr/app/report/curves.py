@@ -73,10 +73,12 @@ class Budget:
 
 
 def budgets(lines: Sequence[Line], seconds: Mapping[str, float]) -> list[Budget]:
-    """Return the budget of every stage that has a duration, in order."""
+    """Return the budget of every stage that has a duration, in order. What was measured inside a stage (its
+    validation) is part of it.
+    """
     found: list[Budget] = []
     for stage, wall in seconds.items():
-        mine = [line for line in lines if line.stage == stage]
+        mine = [line for line in lines if line.stage in (stage, f"measure {stage} validation")]
         sums = {
             kind: sum(line.values.get(f"time/{kind}_s", 0.0) for line in mine)
             for kind in ("sampling", "verifying", "training")

@@ -156,10 +156,10 @@ def _differences(summary: Summary) -> str:
         return ""
     domains = summary.domains
     head = "".join(tag("th", escaped(domain)) for domain in domains)
-    rows = [tag("tr", tag("th", "paired difference") + head + tag("th", "all"))]
+    rows = [tag("tr", tag("th", "paired difference, points") + head + tag("th", "all"))]
     for name, pooled in summary.paired.items():
         found = [summary.paired_by_domain.get(name, {}).get(domain) for domain in domains]
-        cells = "".join(tag("td", escaped(difference_text(d) if d else "-")) for d in (*found, pooled))
+        cells = "".join(tag("td", escaped(difference_text(d, unit="") if d else "-")) for d in (*found, pooled))
         rows.append(tag("tr", tag("td", escaped(difference_title(name))) + cells))
     return tag("div", tag("table", "".join(rows)), class_="scroll", style="margin-top:18px")
 
@@ -275,7 +275,8 @@ def _samples(samples: Sequence[Shown]) -> str:
         label = f"{head} {escaped(sample.domain)} {tag('code', escaped(sample.after.task_id))}"
         sides = _side("before", sample.before, shown.before) if sample.before else ""
         sides += _side("after", sample.after, shown.after)
-        parts.append(tag("details", tag("summary", label) + tag("div", sides, class_="pair")))
+        shown_first = None if any(parts) or not sample.good else "open"
+        parts.append(tag("details", tag("summary", label) + tag("div", sides, class_="pair"), open=shown_first))
     return _section(
         "Transcripts",
         "The same held-out tasks before and after training, good and bad. What the model wrote is shaded.",

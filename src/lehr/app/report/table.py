@@ -62,6 +62,7 @@ def difference_title(name: str) -> str:
     return f"{SHORT_TITLES.get(after, after)} minus {SHORT_TITLES.get(before, before)}"
 
 
-def difference_text(difference: Paired) -> str:
+def difference_text(difference: Paired, unit: str = " points") -> str:
     """Return ``+13.0 points (+8.1 to +17.9)``."""
-    return f"{difference.diff * 100:+.1f} points ({difference.low * 100:+.1f} to {difference.high * 100:+.1f})"
+    low, high = difference.low * 100, difference.high * 100
+    return f"{difference.diff * 100:+.1f}{unit} ({low:+.1f} to {high:+.1f})"

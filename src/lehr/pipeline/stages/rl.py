@@ -60,6 +60,7 @@ class _RlRun:
         self.again: deque[GroupPlan] = deque()
         self.ordinal = 0
         self.recent: list[Group] = []
+        self.busy_s = self.verified_s = 0.0
 
     async def run(self, start: Path) -> None:
         ctx, stage = self.ctx, self.stage
@@ -68,6 +69,7 @@ class _RlRun:
         await ctx.sync_weights()
         ctx.observer.stage(stage.name, stage.steps, "steps")
         ctx.observer.advance(first - 1, stage.steps)
+        self.busy_s, self.verified_s = (await ctx.engine.stats()).busy_s, ctx.verifying.seconds
         dispatching = asyncio.create_task(self._dispatch())
         try:
             await self._steps(first)
@@ -114,13 +116,13 @@ class _RlRun:
         ctx, stage = self.ctx, self.stage
         version = Version(ctx.ledger.incarnation, ctx.published)
         ctx.ledger.record_batch(stage.name, step, [group.id for group in groups], version)
-        begun, before = time.monotonic(), await ctx.engine.stats()
+        begun = time.monotonic()
         result = await self._apply(step, groups)
         trained_s = time.monotonic() - begun
         ctx.ledger.mark_trained(stage.name, step)
         await ctx.sync_weights()
         self.dispatcher.advance(step)
-        stats = await ctx.engine.stats()
+        busy_s, verified_s = (await ctx.engine.stats()).busy_s, ctx.verifying.seconds
         finished, self.recent = self.recent, []
         values = {
             **{f"{stage.name}/{name}": value for name, value in result.items()},
@@ -129,9 +131,10 @@ class _RlRun:
             "time/training_s": trained_s,
             "time/waiting_s": waited_s,
             "time/publish_s": time.monotonic() - begun - trained_s,
-            "time/sampling_s": stats.busy_s - before.busy_s,
-            "time/verifying_s": ctx.verifying.seconds,
+            "time/sampling_s": busy_s - self.busy_s,
+            "time/verifying_s": verified_s - self.verified_s,
         }
+        self.busy_s, self.verified_s = busy_s, verified_s
         ctx.metrics.write(stage.name, step, values)
         ctx.observer.advance(
             step,
