@@ -15,7 +15,9 @@ def messages(*pairs: tuple[str, str]) -> tuple[Message, ...]:
 CHATS = [
     messages(("user", "Add 123 and 45.67 — déjà vu 😀")),
     messages(("system", "Be brief."), ("user", "  spaces \n\n and\ttabs ")),
-    messages(("user", "list"), ("assistant", "```sh\nls\n```"), ("tool", "a.txt\n"), ("tool", "exit 0"), ("user", "")),
+    messages(
+        ("user", "list"), ("assistant", "```sh\nls\n```"), ("tool", "a.txt\n"), ("tool", "exit 0"), ("user", "")
+    ),
 ]
 
 

@@ -146,6 +146,18 @@ class BlockPool:
         self._free.extend(self._cached)
         self._cached.clear()
 
+    def audit(self) -> list[str]:
+        """Return what contradicts itself in the books: [] always, or there is a fault in this class."""
+        faults: list[str] = []
+        for block, count in enumerate(self._references):
+            places = (block in self._free) + (block in self._cached) + (count > 0)
+            if places != 1 or count < 0:
+                faults.append(f"block {block} is in {places} states, held {count} times")
+        faults += [
+            f"{n.hex()} names block {b}" for n, b in self._by_hash.items() if n not in self._names.get(b, ())
+        ]
+        return faults
+
     def _forget(self, block: int) -> None:
         for name in self._names.pop(block, ()):
             del self._by_hash[name]

@@ -116,6 +116,7 @@ class NativeEngine:
         if any(sampling.stop) and self._tokenizer is None:
             raise EngineError("stop strings need a tokenizer, and this engine was built without one")
 
+    @torch.inference_mode()
     def cancel(self, request: Request) -> None:
         """End a request with what it has; its blocks are free at once. A finished one stays as it is."""
         if not request.finished:
@@ -216,6 +217,7 @@ class NativeEngine:
             )
         self._fetched[version] = decoder
 
+    @torch.inference_mode()
     def activate(self, version: Version, in_flight: InFlight = "keep") -> list[Request]:
         """Switch to offered weights; return the requests that this ended. Versions only rise."""
         if version == self.version:
