@@ -7,6 +7,7 @@ token is dropped. Every call has a deadline. A lost peer fails its pending calls
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hmac
 import itertools
 import os
@@ -40,6 +41,7 @@ from lehr.wire.silence import Silence
 
 HEARTBEAT_S = 1.0
 SILENCE_LIMIT_S = 120.0
+FOLDER_PREFIX = "lehr-home-"
 
 
 class Peer:
@@ -152,7 +154,10 @@ class Home:
     """Owns the socket. Open it inside a running loop, close it there; closing loses every peer."""
 
     def __init__(self, *, on_silent: Callable[[Peer], None] | None = None) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="lehr-", dir=_short_folder()))
+        base = _short_folder()
+        _remove_abandoned(base)
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
+        self._lock = _locked(self._folder)
         self.address = f"ipc://{self._folder}/home"
         self._context = zmq.asyncio.Context()
         self._socket: Any = self._context.socket(zmq.ROUTER)
@@ -215,6 +220,9 @@ class Home:
         self._socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _broke(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -258,3 +266,27 @@ def _short_folder() -> str:
         if folder and len(folder.encode()) < 60 and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise ConfigError("no folder for a socket", expected="/tmp or XDG_RUNTIME_DIR to be writable")
+
+
+def _locked(folder: Path) -> int | None:
+    """Return an open lock on ``folder`` that the kernel frees when we end, or None if another holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned(base: str) -> None:
+    """Remove the folders of homes that were killed: ours, with a socket, and no longer locked."""
+    for folder in Path(base).glob(f"{FOLDER_PREFIX}*"):
+        try:
+            mine = folder.lstat().st_uid == os.getuid() and folder.is_dir() and (folder / "home").exists()
+            lock = _locked(folder) if mine else None
+        except OSError:
+            continue
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)

@@ -3,6 +3,9 @@
 import asyncio
 import os
 import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +160,31 @@ def test_the_socket_is_private_and_removed() -> None:
         await home.close()
 
     with_home(body)
+
+
+def test_the_folder_of_a_killed_home_is_removed_and_that_of_a_live_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    base = Path(tempfile.mkdtemp())
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    program = (
+        "import asyncio, os\nfrom lehr.wire.home import Home\n"
+        "async def main():\n    Home()\n    os._exit(9)\nasyncio.run(main())"
+    )
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(base)}, check=False)
+    assert len(list(base.iterdir())) == 1, "the killed one leaves its folder"
+
+    async def main() -> None:
+        first = Home()
+        second = Home()
+        left = {str(p) for p in base.iterdir()}
+        assert left == {home.address.removeprefix("ipc://").removesuffix("/home") for home in (first, second)}
+        await first.close()
+        await second.close()
+
+    asyncio.run(main())
+    base.rmdir()
 
 
 @pytest.mark.parametrize(
