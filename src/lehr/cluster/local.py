@@ -3,7 +3,8 @@
 Each role is a fresh interpreter that runs ``lehr.cluster.child``: it gets its config over stdin, dials
 home, builds its service and answers. Its output goes to ``<folder>/logs/<role>.log``. It runs in a
 process group of its own, so that Ctrl-C reaches the orchestrator alone, which then ends it politely; and
-the kernel kills it when the orchestrator dies, however that happens.
+the kernel kills it when the orchestrator dies, however that happens (to be exact: when the thread that
+started it does, so start roles from a thread that lives as long as they do).
 """
 
 from __future__ import annotations
@@ -136,13 +137,18 @@ class LocalCluster:
                 await self._next_event()
 
     async def close(self) -> None:
-        """End every role: politely, by signal after ``POLITE_S``, within ``POLITE_S + FORCE_S``. Idempotent."""
+        """End every role: politely, by signal after ``POLITE_S``, within ``POLITE_S + FORCE_S``. Idempotent.
+
+        A role that is still being built is killed; whoever waits for it gets ``RoleLost``.
+        """
         if self._closing:
             return
         self._closing = True
         watchers = [s.watcher for s in self._started.values() if s.watcher is not None]
         alive = [s for s in self._started.values() if s.process.returncode is None]
         for started in alive:
+            if not started.peer.is_ready:
+                started.kill(signal.SIGKILL)
             with contextlib.suppress(LehrError):
                 await started.peer.send(Bye())
         if watchers:
