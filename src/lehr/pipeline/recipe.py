@@ -24,9 +24,10 @@ class SandboxConfig(Config):
     """The boxes."""
 
     backend: str = "bwrap"
-    boxes: int = Field(default=6, ge=1)
-    """Boxes alive at once."""
-    warm: int = Field(default=3, ge=0)
+    boxes: int = Field(default=80, ge=1)
+    """Boxes alive at once. An episode with a shell holds one from its first turn to its last, so there
+    should be as many as episodes, and some for the judges."""
+    warm: int = Field(default=4, ge=0)
     """Boxes kept ready per specification."""
 
 
@@ -35,9 +36,9 @@ class SftStage(Config):
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: int = Field(default=120, ge=1)
+    demonstrations: int = Field(default=96, ge=1)
     """Over all domains, divided evenly."""
-    max_epochs: int = Field(default=6, ge=1)
+    max_epochs: int = Field(default=4, ge=1)
     batch_size: int = Field(default=16, ge=1)
     patience: int = Field(default=1, ge=1)
     """Epochs without a better validation rate after which the stage ends with the best weights."""

@@ -33,6 +33,9 @@ class AgentLoop:
 
     A failure of the engine, the box or the environment ends the episode with a failure in the trace: a
     bad rollout is data. Only the loss of a process of the run (:class:`RoleLost`) is raised.
+
+    ``task.timeout_s`` bounds the time that the environment takes, over all turns; the time that a request
+    waits for its turn in the engine is nobody's fault and has its own bound, ``engine_timeout_s``.
     """
 
     def __init__(
@@ -42,28 +45,29 @@ class AgentLoop:
         boxes: Boxes,
         *,
         context_tokens: int,
+        engine_timeout_s: float = 600.0,
         clock: Clock | None = None,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._boxes = boxes
         self._context_tokens = context_tokens
+        self._engine_timeout_s = engine_timeout_s
         self._clock = clock or SystemClock()
 
     async def run(
         self, environment: Environment, task: Task, sampling: Sampling, attempt: Attempt
     ) -> tuple[Trace, Evidence]:
-        """Return the trace and the evidence of one attempt, within ``task.timeout_s``."""
+        """Return the trace and the evidence of one attempt."""
         sampling = replace(sampling, max_tokens=task.max_tokens, stop=task.stop)
         state = _Progress(SegmentBuilder(sampling), self._clock.now())
         failure: Failure | None = None
         evidence = Evidence(task.id, "", turns=0)
         try:
-            async with asyncio.timeout(task.timeout_s):
-                evidence = await self._episode(environment, task, sampling, attempt, state)
+            evidence = await self._episode(environment, task, sampling, attempt, state)
         except TimeoutError as error:
-            what = str(error) if isinstance(error, DeadlineExceeded) else "the episode"
-            failure = Failure("deadline", f"{what or 'the episode'} ran past {task.timeout_s:g} s")
+            late = isinstance(error, DeadlineExceeded) and str(error)
+            failure = Failure("deadline", late or f"the environment took more than {task.timeout_s:g} s")
         except RoleLost:
             raise
         except (LehrError, OSError, ValueError, RuntimeError, ExceptionGroup) as error:
@@ -87,8 +91,11 @@ class AgentLoop:
     async def _episode(
         self, environment: Environment, task: Task, sampling: Sampling, attempt: Attempt, state: _Progress
     ) -> Evidence:
+        left_s = task.timeout_s
         opened = self._clock.now()
-        episode = await environment.open(task, self._boxes)
+        async with asyncio.timeout(left_s):
+            episode = await environment.open(task, self._boxes)
+        left_s -= self._clock.now() - opened
         state.span("queue", opened, self._clock.now(), 0)
         try:
             state.builder.extend_to(self._renderer.start(task.messages, task.tools))
@@ -104,7 +111,7 @@ class AgentLoop:
                 )
                 begun = self._clock.now()
                 completion = await self._engine.generate(
-                    state.builder.tokens, seeded, session=attempt.trace_id, timeout_s=task.timeout_s
+                    state.builder.tokens, seeded, session=attempt.trace_id, timeout_s=self._engine_timeout_s
                 )
                 state.span("generate", begun, self._clock.now(), number)
                 state.prompt_tokens += len(state.builder.tokens)
@@ -113,7 +120,9 @@ class AgentLoop:
                 state.builder.append(completion)
                 text = self._renderer.text([int(t) for t in completion.tokens])
                 begun = self._clock.now()
-                observation = await episode.step(Turn(text, truncated=completion.stop == "length"))
+                async with asyncio.timeout(left_s):
+                    observation = await episode.step(Turn(text, truncated=completion.stop == "length"))
+                left_s -= self._clock.now() - begun
                 state.span("tool", begun, self._clock.now(), number)
                 if observation.done or number + 1 == task.max_turns:
                     break

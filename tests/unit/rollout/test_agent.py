@@ -127,17 +127,28 @@ def test_the_loss_of_a_process_is_not_swallowed():
         run(Scripted(RoleLost("engine ended")), Echo())
 
 
-def test_r23_a_turn_that_hangs_ends_inside_the_deadline():
-    class Hang(Scripted):
-        async def generate(self, *args: object, **kwargs: object) -> Completion:
+def test_r23_an_environment_that_hangs_ends_inside_the_deadline():
+    class Hang(Echo):
+        async def step(self, turn: Turn) -> Observation:
             await asyncio.sleep(60)
             raise RuntimeError("unreachable")
 
-    world = Echo()
-    trace, _ = run(Hang(), world, timeout_s=0.05)
+    world = Hang()
+    trace, _ = run(Scripted("a"), world, timeout_s=0.05)
     assert trace.failure is not None
     assert trace.failure.code == "deadline"
     assert world.closed == 1
+
+
+def test_v20_time_in_the_engines_queue_is_not_the_candidates():
+    class Busy(Scripted):
+        async def generate(self, *args: object, **kwargs: object) -> Completion:
+            await asyncio.sleep(0.1)
+            return await super().generate(*args, **kwargs)  # type: ignore[arg-type]
+
+    trace, evidence = run(Busy("DONE"), Echo(), timeout_s=0.05)
+    assert trace.failure is None
+    assert evidence.answer == "DONE"
 
 
 def test_a_full_context_ends_the_episode_without_a_request():
