@@ -181,14 +181,11 @@ _STRING_STEPS = {
     "reverse": ("reversed", "{s}[::-1]"),
     "upper": ("in upper case", "{s}.upper()"),
     "title": ("in title case", "{s}.title()"),
-    "swap": ("with upper and lower case swapped", "{s}.swapcase()"),
     "replace": ("with every '{c}' replaced by '{b}'", "{s}.replace('{c}', '{b}')"),
     "remove": ("without the letter '{c}'", "{s}.replace('{c}', '')"),
-    "dashes": ("with spaces replaced by dashes", "{s}.replace(' ', '-')"),
     "head": ("cut to its first {n} characters", "{s}[:{n}]"),
     "tail": ("cut to its last {n} characters", "{s}[-{n}:]"),
     "behead": ("without its first character", "{s}[1:]"),
-    "curtail": ("without its last character", "{s}[:-1]"),
     "repeat": ("repeated {n} times", "{s} * {n}"),
 }
 _STRING_ENDS = {
@@ -196,7 +193,6 @@ _STRING_ENDS = {
     "length": ("the length of s", "len({s})"),
     "words": ("the number of words of s", "len({s}.split())"),
     "letters": ("a list of the characters of s", "list({s})"),
-    "distinct": ("the number of distinct characters of s", "len(set({s}))"),
     "palindrome": ("whether s reads the same backwards", "{s} == {s}[::-1]"),
 }
 

@@ -31,7 +31,7 @@ WORDS = (
     "mine", "sense", "to", "owl", "latin", "error", "level", "open", "sail", "Rome",
 )  # fmt: skip
 TESTS = 8
-LEVEL_SHARES = (30, 45, 25)
+LEVEL_SHARES = (35, 45, 20)
 
 
 class FunctionSource:
