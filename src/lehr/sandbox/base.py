@@ -25,7 +25,12 @@ Verdict = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Hard limits of a box; times are per exec. Output is kept as head and tail and drained beyond."""
+    """Hard limits of a box; times are per exec.
+
+    disk_bytes and inodes bound everything writable (/work, /tmp and /dev/shm) together. output_bytes is per
+    stream: head and tail are kept, the middle is drained and cut, and a program that writes more than 64
+    times as much is ended with the verdict ``output``.
+    """
 
     memory_bytes: int = 512 << 20
     disk_bytes: int = 64 << 20

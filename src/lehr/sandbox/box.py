@@ -19,7 +19,8 @@ from lehr.sandbox.shell import PipeShell
 from lehr.sandbox.streams import Capture, Feeder
 
 TICK_S = 0.05
-GRACE_S = 0.25
+GRACE_S = 0.35
+NICE = 10
 OUTPUT_FACTOR = 64
 REFUSED_FORKS = 200
 
@@ -35,6 +36,7 @@ class RunnerBox:
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
         self._shells: list[PipeShell] = []
+        self._released = False
         self._destroying: asyncio.Task[None] | None = None
 
     @property
@@ -67,13 +69,16 @@ class RunnerBox:
             err_read, err_write = pipe(ends)
             in_read, in_write = pipe(ends) if stdin else (os.open("/dev/null", os.O_RDONLY), -1)
             ends.callback(close_quietly, in_read)
+            if self._process.group and self._released:
+                self._released = False
+                self._process.group.throttle(True)
             meter = Meter(self._process)
             number, answer = self._channel.expect()
             watch = Watch(self, number, meter, wall_s)
             started = loop.time()
             request = {
                 "op": "exec", "id": number, "argv": argv, "cwd": cwd, "env": {**image.ENVIRONMENT, **env},
-                "rlimits": self.rlimits(),
+                "rlimits": self.rlimits(), "nice": self.nice,
             }  # fmt: skip
             captures: list[Capture] = []
             feeder: Feeder | None = None
@@ -147,7 +152,7 @@ class RunnerBox:
         limits = self.spec.limits
         cpu = math.ceil(limits.cpu_s)
         table = {
-            "CORE": (0, 0),
+            "CORE": (1, 1),  # unlike 0, also keeps a piped core handler of the host from running
             "NOFILE": (1024, 1024),
             "FSIZE": (limits.disk_bytes, limits.disk_bytes),
             "MEMLOCK": (65536, 65536),
@@ -161,8 +166,16 @@ class RunnerBox:
             table["NPROC"] = (limits.pids + 2, limits.pids + 2)  # the runner, and one by which to notice
         return table
 
+    @property
+    def nice(self) -> int:
+        """How much programs yield to the runner: only where the box's CPU share is its own."""
+        return NICE if self._process.group else 0
+
     def interrupt(self, number: int, *, children: bool = False) -> None:
         """Ask the runner to end an exec; if it cannot, end the box."""
+        if self._process.group and not self._released:
+            self._released = True
+            self._process.group.throttle(False)
         request = {"op": "kill", "id": 0, "target": number, "children": children}
         if not self._channel.send_now(request):
             self.give_up()
@@ -175,7 +188,7 @@ class RunnerBox:
     async def write(self, path: str, data: bytes) -> None:
         """Create or replace a regular file; see the protocol."""
         async with self._turn:
-            await self._ask({"op": "write", "path": path, "mode": 0o644}, path, data)
+            await self._ask({"op": "write", "path": path, "mode": 0o644}, path, (), data)
 
     async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
         """Return a regular file's content; see the protocol."""
@@ -192,20 +205,22 @@ class RunnerBox:
     ) -> Mapping[str, bytes | None]:
         """Return every regular file below ``path`` and each folder; see the protocol."""
         request = {"op": "tree", "path": path, "limit_files": limit_files, "limit_bytes": limit_bytes}
-        async with self._turn:
-            answer = await self._ask(request, path)
+        pack = os.memfd_create("tree", os.MFD_CLOEXEC)
         try:
-            return collect.unpack(answer.fds[0], [(name, size) for name, size in answer.header["entries"]])
+            async with self._turn:
+                answer = await self._ask(request, path, (pack,))
+            return collect.unpack(pack, [(name, size) for name, size in answer.header["entries"]])
         finally:
-            for fd in answer.fds:
-                os.close(fd)
+            os.close(pack)
 
-    async def _ask(self, request: dict[str, Any], path: str, payload: bytes = b"") -> Answer:
+    async def _ask(
+        self, request: dict[str, Any], path: str, fds: Sequence[int] = (), payload: bytes = b""
+    ) -> Answer:
         if "\0" in path:
             raise Refused(f"cannot use the path {path!r}", expected="a path without NUL")
         try:
             async with asyncio.timeout(10.0):
-                answer = await self._channel.ask(request, payload)
+                answer = await self._channel.ask(request, fds, payload)
         except TimeoutError as error:
             self.give_up()
             raise SandboxError(f"the box did not answer when asked to {request['op']} {path}") from error
@@ -276,7 +291,7 @@ class Meter:
             wall_s=wall_s,
             cpu_s=header.get("cpu_s", 0.0) if cpu_s is None else cpu_s,
             peak_bytes=max(peak, header.get("peak_bytes", 0) if not self._group else 0),
-            peak_pids=header.get("peak_pids", 0),
+            peak_pids=max(header.get("peak_pids", 0), self._group.pids_peak() if self._group else 0),
         )
 
 

@@ -117,8 +117,8 @@ class BwrapBackend:
             )
         if spec.image != "host":
             raise HostUnfit(f"the bwrap backend has no image {spec.image!r}", expected="image 'host'")
-        rules, code = seccomp.program(), runner_code(python)
         places = self._places()
+        rules, code = seccomp.program(limited=places is not None), runner_code(python)
         group = cgroup.Group(places, spec.limits) if places else None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         loop = asyncio.get_running_loop()

@@ -25,6 +25,7 @@ ALLOWANCE_BYTES = 24 << 20
 """Memory of the box's own two processes, on top of what the program may use."""
 OWN_PIDS = 3
 """bubblewrap outside, the runner inside, and room for one that is being reaped."""
+PERIOD_US = 100_000
 _numbers = itertools.count()
 
 
@@ -242,8 +243,7 @@ class Group:
     def _limit(self, limits: Limits) -> None:
         memory = str(limits.memory_bytes + ALLOWANCE_BYTES)
         pids = str(limits.pids + OWN_PIDS)
-        period = 100_000
-        quota = int(limits.cpu * period)
+        self._quota = int(limits.cpu * PERIOD_US)
         if v1 := self._v1.get("memory"):
             (v1 / "memory.limit_in_bytes").write_text(memory)
             with contextlib.suppress(FileNotFoundError, PermissionError):
@@ -254,11 +254,15 @@ class Group:
                 (v2 / "memory.swap.max").write_text("0")
         if folder := self._v1.get("pids") or self._v2.get("pids"):
             (folder / "pids.max").write_text(pids)
-        if v1 := self._v1.get("cpu"):
-            with contextlib.suppress(FileNotFoundError):
-                (v1 / "cpu.cfs_quota_us").write_text(str(quota))
-        if v2 := self._v2.get("cpu"):
-            (v2 / "cpu.max").write_text(f"{quota} {period}")
+        self.throttle(True)
+
+    def throttle(self, on: bool) -> None:
+        """Hold the box to its share of CPU time, or let go so that it can be ended without delay."""
+        with contextlib.suppress(FileNotFoundError):
+            if v1 := self._v1.get("cpu"):
+                (v1 / "cpu.cfs_quota_us").write_text(str(self._quota if on else -1))
+            if v2 := self._v2.get("cpu"):
+                (v2 / "cpu.max").write_text(f"{self._quota if on else 'max'} {PERIOD_US}")
 
     @property
     def doors(self) -> list[str]:
@@ -285,6 +289,11 @@ class Group:
         """Forks that the limit refused."""
         folder = self._v1.get("pids") or self._v2.get("pids")
         return _table(folder / "pids.events").get("max", 0) if folder else 0
+
+    def pids_peak(self) -> int:
+        """Most processes at once in the life of the box, where the kernel counts them."""
+        folder = self._v1.get("pids") or self._v2.get("pids")
+        return max(0, _number(folder / "pids.peak") - OWN_PIDS + 1) if folder else 0
 
     def memory_now(self) -> int:
         """Bytes charged now."""

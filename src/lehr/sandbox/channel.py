@@ -87,11 +87,11 @@ class Channel:
         except OSError:
             return False
 
-    async def ask(self, header: dict[str, Any], payload: bytes = b"") -> Answer:
+    async def ask(self, header: dict[str, Any], fds: Sequence[int] = (), payload: bytes = b"") -> Answer:
         """Send a request and return its answer."""
         number, future = self.expect()
         try:
-            await self.send({**header, "id": number}, payload=payload)
+            await self.send({**header, "id": number}, fds, payload)
             return await future
         finally:
             self._waiting.pop(number, None)

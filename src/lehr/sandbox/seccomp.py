@@ -29,6 +29,9 @@ DENIED = """
 """
 """Refused with EPERM."""
 
+UNCOUNTED = "memfd_create shmget"
+"""Memory that no rlimit counts: refused as well where no cgroup limits the box."""
+
 NEWER = {"quotactl_fd": 443, "process_mrelease": 448, "memfd_secret": 447, "mount_setattr": 442}
 """Calls that an older libseccomp has no name for; they have one number on every architecture."""
 NUMBERED = (457, 458, 467)
@@ -66,12 +69,15 @@ def _library() -> Any:
 
 
 @functools.cache
-def program() -> bytes:
-    """Return the filter as BPF instructions, or raise ``MissingDependency`` where libseccomp is absent."""
+def program(*, limited: bool = True) -> bytes:
+    """Return the filter as BPF instructions, or raise ``MissingDependency`` where libseccomp is absent.
+
+    limited: whether a cgroup counts the box's memory.
+    """
     sc = _library()
     refuse, absent = sc.ERRNO(errno.EPERM), sc.ERRNO(errno.ENOSYS)
     rules = sc.SyscallFilter(sc.ALLOW)
-    for name in DENIED.split():
+    for name in (DENIED if limited else DENIED + UNCOUNTED).split():
         number = _number(name)
         if number is not None:
             rules.add_rule(refuse, number)

@@ -66,7 +66,7 @@ class PipeShell:
         (out, out_w), (err, err_w), (command_r, command), (status, status_w) = pairs
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         request = {
-            "op": "exec", "id": number, "shell": True, "cwd": ".", "rlimits": box.rlimits(),
+            "op": "exec", "id": number, "shell": True, "cwd": ".", "rlimits": box.rlimits(), "nice": box.nice,
             "argv": ["/bin/bash", "--noprofile", "--norc", "-c", LOOP], "env": image.ENVIRONMENT,
         }  # fmt: skip
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lehr.sandbox.base import Limits, Verdict
 
+PIDS_WORDS = (b"Resource temporarily unavailable", b"can't start new thread", b"Cannot fork")
 MEMORY_WORDS = (b"MemoryError", b"Cannot allocate memory", b"std::bad_alloc", b"out of memory")
 
 
@@ -49,19 +50,24 @@ def name(signs: Signs, limits: Limits, wall_s: float) -> tuple[Verdict, int | No
         return "timeout_cpu", None, number, f"used more than {limits.cpu_s:g} s of CPU time"
     if signs.ended_by == "output":
         return "output", None, number, f"wrote far more than {limits.output_bytes} bytes of output"
-    if signs.ended_by == "pids" or (signs.refused_pids and code != 0):
+    if signs.ended_by == "pids" or (signs.refused_pids and code != 0) or _crowded(signs, limits, code):
         return "pids", code, number, f"reached the limit of {limits.pids} processes"
     if signs.ended_by == "oom" or (signs.oom_kills and code != 0) or _starved(signs, limits, code):
         return "oom", code, number, f"reached the limit of {limits.memory_bytes >> 20} MiB of memory"
     if number == signal.SIGXFSZ or (signs.full and code != 0):
         return "disk", code, number, f"filled the box's disk ({limits.disk_bytes} bytes, {limits.inodes} files)"
-    if not signs.limited and code != 0 and signs.peak_pids >= limits.pids:
-        return "pids", code, number, f"reached the limit of {limits.pids} processes"
     if killed:
         return "signal", None, number, f"ended by signal {number}"
     if code:
         return "exit", code, None, f"ended with status {code}"
     return "ok", 0, None, ""
+
+
+def _crowded(signs: Signs, limits: Limits, code: int | None) -> bool:
+    """Where only rlimits hold: whether a failed program looks as if it was refused a process."""
+    if signs.limited or code == 0:
+        return False
+    return signs.peak_pids >= limits.pids or any(word in signs.stderr[-4096:] for word in PIDS_WORDS)
 
 
 def _starved(signs: Signs, limits: Limits, code: int | None) -> bool:

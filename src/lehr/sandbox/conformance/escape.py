@@ -30,6 +30,20 @@ NUMBERS = {'mount': (165, 40), 'umount2': (166, 39), 'unshare': (272, 97), 'setn
     'keyctl': (250, 219), 'add_key': (248, 217), 'pidfd_getfd': (438, 438), 'process_vm_writev': (311, 271)}
 """
 
+OTHER_CONVENTION = """
+import ctypes, mmap, os, platform, signal
+page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)
+page.write(bytes.fromhex('53b814000000cd805bc3'))  # push rbx; mov eax, 20; int 0x80; pop rbx; ret
+pid = os.fork()
+if pid == 0:
+    if platform.machine() == 'x86_64':
+        ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSYS)
+status = os.waitpid(pid, 0)[1]
+print('refused' if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSYS else status)
+"""
+
 
 async def s13_host_secrets(boxes: Boxes) -> None:
     """The host's environment, homes, keys, shadow file, processes and this installation are absent."""
@@ -128,6 +142,8 @@ print(json.dumps({
         expect(result.verdict == "ok", "refused calls do not kill", result)
         wrong = {name: seen for name, seen in json.loads(result.stdout).items() if seen != "EPERM"}
         expect(not wrong, "each is refused with EPERM", wrong)
+        result = await python(box, OTHER_CONVENTION)
+        expect(result.stdout == b"refused\n", "the 32-bit convention is no way around", result)
         result = await python(box, CALLS + "print(call('clone3', bytes(88), 88))")
         expect(result.stdout == b"ENOSYS\n", "clone3 is absent, so that libc falls back to clone", result)
 

@@ -85,6 +85,7 @@ def _become(request: dict[str, Any], fds: list[int], tell: int) -> None:
         hard = resource.getrlimit(kind)[1]
         soft, top = (value if hard == resource.RLIM_INFINITY else min(value, hard) for value in wanted)
         resource.setrlimit(kind, (soft, top))
+    os.nice(request["nice"])
     os.umask(0o022)
     os.chdir(os.path.join("/work", request["cwd"]))
     rights.become_dumpable()

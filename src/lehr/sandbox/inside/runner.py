@@ -110,7 +110,7 @@ class Runner:
             elif operation == "open":
                 self.lend(request["id"], files.open_to_read(request["path"]))
             elif operation == "tree":
-                self.tree(request)
+                self.tree(request, fds[0])
         except OSError as error:
             self.send({"id": request["id"], "error": error.strerror or str(error), "errno": error.errno})
         finally:
@@ -149,14 +149,10 @@ class Runner:
         finally:
             os.close(fd)
 
-    def tree(self, request: dict[str, Any]) -> None:
-        """Hand a folder's files to the host, packed into one memory file."""
-        pack = os.memfd_create("tree", os.MFD_CLOEXEC)
-        try:
-            entries = files.pack_tree(request["path"], pack, request["limit_files"], request["limit_bytes"])
-            self.send({"id": request["id"], "entries": entries}, pack)
-        finally:
-            os.close(pack)
+    def tree(self, request: dict[str, Any], pack: int) -> None:
+        """Write a folder's files into the memory file that the host lent, one after the other."""
+        entries = files.pack_tree(request["path"], pack, request["limit_files"], request["limit_bytes"])
+        self.send({"id": request["id"], "entries": entries})
 
     # --- programs
 
