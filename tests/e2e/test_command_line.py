@@ -1,0 +1,157 @@
+"""The program as a person uses it, on the tiny model: a whole run, Ctrl-C, a killed process, resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RECIPE = """
+model = "tiny"
+domains = ["code/functions", "documents/invoices"]
+
+[evaluation]
+count = 2
+
+[[stages]]
+type = "sft"
+demonstrations = 4
+max_epochs = 1
+batch_size = 4
+validation_count = 1
+train = { learning_rate = 1e-3 }
+
+[[stages]]
+type = "rl"
+steps = 3
+groups_per_batch = 2
+group_size = 2
+checkpoint_every = 1
+refuse_batches = 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty place with a small recipe."""
+    (tmp_path / "small.toml").write_text(RECIPE)
+    return tmp_path
+
+
+def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
+    """Start ``lehr`` in ``folder``, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lehr", *argv],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def until(process: subprocess.Popen[str], text: str) -> str:
+    """Read output until a line holds ``text``."""
+    seen = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"{text!r} never came; the program said:\n{seen}")
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end and return status and the rest of the output."""
+    out, _ = process.communicate(timeout=400)
+    return process.returncode, out
+
+
+def roles(run: Path) -> dict[str, int]:
+    """Return the processes of a run by role: those whose output goes to one of its logs."""
+    found: dict[str, int] = {}
+    for pid in psutil.pids():
+        try:
+            log = Path(os.readlink(f"/proc/{pid}/fd/1"))
+        except OSError:
+            continue
+        if log.parent == run / "logs":
+            found[log.stem] = pid
+    return found
+
+
+def test_quickstart_walks_through_all_stages_and_reports(tmp_path: Path) -> None:
+    status, out = finish(start(tmp_path, "quickstart", "--model", "tiny", "--run", "run", "--control"))
+    assert status == 0, out
+    assert "Held-out tasks solved" in out and "lehr try run" in out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert list(summary["stages"]) == ["base", "sft", "rl", "sft_more"]
+    assert {"rl_minus_sft", "rl_minus_sft_more"} <= set(summary["paired"])
+    for rates in summary["stages"].values():
+        assert set(rates) == {"code/functions", "documents/invoices", "terminal/files"}
+        assert all(rate["n"] == 8 for rate in rates.values())
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+    for stage in ("sft", "rl"):
+        assert (tmp_path / "run" / "checkpoints" / stage / "model.safetensors").exists()
+    status, out = finish(start(tmp_path, "runs", "show", "run", "--json"))
+    assert status == 0 and json.loads(out)["summary"] == summary
+    assert roles(tmp_path / "run") == {}
+
+
+def test_ctrl_c_stops_cleanly_says_how_to_resume_and_resumes(folder: Path) -> None:
+    process = start(folder, "train", "small.toml", "--run", "run")
+    until(process, "sft epoch 1")
+    process.send_signal(signal.SIGINT)
+    status, out = finish(process)
+    assert status == 130, out
+    assert "lehr runs resume run" in out and "Traceback" not in out
+    assert roles(folder / "run") == {}
+    status, out = finish(start(folder, "runs", "resume", "run"))
+    assert status == 0, out
+    assert "resuming" in out
+    assert list(json.loads((folder / "run" / "summary.json").read_text())["stages"]) == ["base", "sft", "rl"]
+
+
+@pytest.mark.parametrize("victim", ["orchestrator", "engine", "trainer"])
+def test_kill_any_process_in_the_middle_and_resume(folder: Path, victim: str) -> None:
+    process = start(folder, "train", "small.toml", "--run", "run")
+    seen = until(process, "rl: ")
+    time.sleep(1.0)
+    if victim == "orchestrator":
+        process.kill()
+        status, out = finish(process)
+        assert status == -signal.SIGKILL
+    else:
+        os.kill(roles(folder / "run")[victim], signal.SIGKILL)
+        status, out = finish(process)
+        assert status == 1, seen + out
+        assert "lehr runs resume run" in out and "Traceback" not in out
+    deadline = time.monotonic() + 30
+    while roles(folder / "run") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert roles(folder / "run") == {}
+    status, out = finish(start(folder, "runs", "resume", "run"))
+    assert status == 0, out
+    assert "resum" in out
+    assert "rl" in json.loads((folder / "run" / "summary.json").read_text())["stages"]
+
+
+def test_resuming_under_an_edited_config_is_refused(folder: Path) -> None:
+    process = start(folder, "train", "small.toml", "--run", "run")
+    until(process, "measure base")
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    config = folder / "run" / "config.json"
+    config.write_text(config.read_text().replace('"steps": 3', '"steps": 4'))
+    status, out = finish(start(folder, "runs", "resume", "run"))
+    assert status == 2 and "digest" in out
