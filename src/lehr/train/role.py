@@ -6,6 +6,7 @@ Work runs in one thread of its own, so that the event loop goes on answering hea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -112,7 +113,8 @@ class TrainerService:
             torch.set_num_threads(share.threads)
             if share.cores:
                 for task in os.listdir("/proc/self/task"):
-                    os.sched_setaffinity(int(task), share.cores)
+                    with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+                        os.sched_setaffinity(int(task), share.cores)
 
         await self._do(apply)
 
