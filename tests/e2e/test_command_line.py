@@ -108,7 +108,7 @@ def test_quickstart_walks_through_all_stages_and_reports(tmp_path: Path) -> None
     assert roles(tmp_path / "run") == {}
 
 
-def test_ctrl_c_stops_cleanly_says_how_to_resume_and_resumes(folder: Path) -> None:
+def test_ctrl_c_stops_cleanly_and_only_the_same_config_resumes(folder: Path) -> None:
     process = start(folder, "train", "small.toml", "--run", "run")
     until(process, "sft epoch 1")
     process.send_signal(signal.SIGINT)
@@ -116,42 +116,38 @@ def test_ctrl_c_stops_cleanly_says_how_to_resume_and_resumes(folder: Path) -> No
     assert status == 130, out
     assert "lehr runs resume run" in out and "Traceback" not in out
     assert roles(folder / "run") == {}
+    config = folder / "run" / "config.json"
+    kept = config.read_text()
+    config.write_text(kept.replace('"steps": 3', '"steps": 4'))
+    assert config.read_text() != kept
+    status, out = finish(start(folder, "runs", "resume", "run"))
+    assert status == 2 and "digest" in out
+    config.write_text(kept)
     status, out = finish(start(folder, "runs", "resume", "run"))
     assert status == 0, out
     assert "resuming" in out
     assert list(json.loads((folder / "run" / "summary.json").read_text())["stages"]) == ["base", "sft", "rl"]
 
 
-@pytest.mark.parametrize("victim", ["orchestrator", "engine", "trainer"])
-def test_kill_any_process_in_the_middle_and_resume(folder: Path, victim: str) -> None:
+def test_kill_any_process_in_the_middle_and_resume(folder: Path) -> None:
     process = start(folder, "train", "small.toml", "--run", "run")
-    seen = until(process, "rl: ")
-    time.sleep(1.0)
-    if victim == "orchestrator":
-        process.kill()
-        status, out = finish(process)
-        assert status == -signal.SIGKILL
-    else:
-        os.kill(roles(folder / "run")[victim], signal.SIGKILL)
-        status, out = finish(process)
-        assert status == 1, seen + out
-        assert "lehr runs resume run" in out and "Traceback" not in out
-    deadline = time.monotonic() + 30
-    while roles(folder / "run") and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert roles(folder / "run") == {}
-    status, out = finish(start(folder, "runs", "resume", "run"))
+    for victim in ("engine", "trainer", "orchestrator"):
+        seen = until(process, "rl: ")
+        if victim == "orchestrator":
+            process.kill()
+            status, out = finish(process)
+            assert status == -signal.SIGKILL
+        else:
+            os.kill(roles(folder / "run")[victim], signal.SIGKILL)
+            status, out = finish(process)
+            assert status == 1, seen + out
+            assert "lehr runs resume run" in out and "Traceback" not in out
+        deadline = time.monotonic() + 30
+        while roles(folder / "run") and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert roles(folder / "run") == {}
+        process = start(folder, "runs", "resume", "run")
+    status, out = finish(process)
     assert status == 0, out
-    assert "resum" in out
+    assert "resuming run after stage sft" in out
     assert "rl" in json.loads((folder / "run" / "summary.json").read_text())["stages"]
-
-
-def test_resuming_under_an_edited_config_is_refused(folder: Path) -> None:
-    process = start(folder, "train", "small.toml", "--run", "run")
-    until(process, "measure base")
-    process.send_signal(signal.SIGINT)
-    finish(process)
-    config = folder / "run" / "config.json"
-    config.write_text(config.read_text().replace('"steps": 3', '"steps": 4'))
-    status, out = finish(start(folder, "runs", "resume", "run"))
-    assert status == 2 and "digest" in out

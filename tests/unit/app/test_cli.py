@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -150,3 +151,51 @@ def test_a_bad_line_names_its_number(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_group_lists_every_command_once() -> None:
     assert sorted(COMMANDS) == sorted(set(lehr.list_commands(None)))  # type: ignore[arg-type]
+
+
+def test_a_missing_bubblewrap_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lehr.sandbox.bwrap.shutil.which", lambda name, path=None: None)
+    assert run(["quickstart", "--model", "tiny", "--run", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "bubblewrap" in error and "apt-get install bubblewrap" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_forbidden_bubblewrap_exits_2_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    which = shutil.which
+    monkeypatch.setattr(
+        "lehr.sandbox.bwrap.shutil.which",
+        lambda name, path=None: "/bin/false" if name == "bwrap" else which(name, path=path),
+    )
+    assert run(["quickstart", "--model", "tiny", "--run", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "could not make a box" in error and "Mend it" in error and "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_said_before_work_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lehr.pipeline.folder.MIN_FREE_BYTES", 1 << 62)
+    monkeypatch.setenv("LEHR_HOME", str(tmp_path / "home"))
+    assert run(["quickstart", "--model", "tiny", "--run", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert "MiB are free" in error and "another disk" in error and "Traceback" not in error
+
+
+def test_sandbox_run_prints_output_status_and_usage(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert run(["sandbox", "run", "--memory", "256M", "--", "python3", "-c", "print(6*7); exit(3)"]) == 3
+    out, err = capfdbinary.readouterr()
+    assert out == b"42\n"
+    assert b"exit 3" in err and b"MiB" in err
+
+
+def test_sandbox_run_names_the_limit_and_how_to_raise_it(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert run(["sandbox", "run", "--timeout", "0.5", "--", "sleep", "30"]) == 124
+    assert b"timeout_wall" in capfdbinary.readouterr().err
+    assert run(["sandbox", "run", "--memory", "lots", "--", "true"]) == 2
+    assert b"512M" in capfdbinary.readouterr().err
