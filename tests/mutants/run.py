@@ -103,7 +103,7 @@ class Tree:
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                ignore = shutil.ignore_patterns("__pycache__", ".pytest_cache", "*.egg-info")
+                ignore = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info")
                 shutil.copytree(source, folder / name, ignore=ignore, symlinks=True)
             elif source.exists():
                 shutil.copy2(source, folder / name)
