@@ -15,6 +15,7 @@ SHELL := /bin/bash
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 READY := $(VENV)/.ready
+WORKERS := 2
 
 .PHONY: help setup quickstart test check bench mutants fetch lock clean
 
@@ -31,7 +32,7 @@ quickstart: $(READY)
 	$(VENV)/bin/lehr quickstart $(if $(CONTROL),--control) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(READY)
-	$(RUN) pytest $(if $(CI),-n 2) $(ARGS)
+	$(RUN) pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(READY)
 	$(RUN) ruff format --check .

@@ -27,12 +27,7 @@ def print_summary(summary: Summary, out: Console) -> None:
     if not summary.stages:
         out.print("Nothing has been measured yet.")
         return
-    table = Table(
-        title="Held-out tasks solved, with 95 % intervals",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("domain")
     for stage in summary.stages:
         table.add_column(title_of(stage), justify="right")
@@ -42,6 +37,7 @@ def print_summary(summary: Summary, out: Console) -> None:
         table.add_section()
         table.add_row("all", *(rate_text(rate) for rate in summary.pooled.values()), style="bold")
     out.print()
+    out.print("Held-out tasks solved, with 95 % intervals", style="bold")
     out.print(table)
     for name, difference in summary.paired.items():
         out.print(
