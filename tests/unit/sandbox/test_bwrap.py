@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +179,39 @@ def test_environment_folder_and_missing_program() -> None:
             await box.exec(["echo", "a\0b"])
 
     in_box(use)
+
+
+OWNER = """
+import asyncio
+from lehr.sandbox.base import Spec
+from lehr.sandbox.bwrap import BwrapBackend
+
+async def main():
+    box = await BwrapBackend().create(Spec())
+    running = asyncio.create_task(box.exec(["sh", "-c", "sleep 61; true"], timeout_s=9))
+    await asyncio.sleep(0.2)
+    print("ready", flush=True)
+    await running
+
+asyncio.run(main())
+"""
+
+
+def test_s40_boxes_of_a_killed_owner_end_and_their_groups_are_removed() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdout and owner.stdout.readline() == b"ready\n"
+        inside = processes_below(owner.pid)
+        assert len(inside) >= 3
+        owner.kill()
+    end = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in inside) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [pid for pid in inside if Path(f"/proc/{pid}").exists()] == []
+    places = cgroup.find()
+    cgroup.sweep(places)
+    for place in places.controllers.values():
+        assert not [path for path in place.folder.glob("lehr-*") if f"-{owner.pid}-" in path.name]
 
 
 def test_missing_bubblewrap_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
