@@ -20,7 +20,7 @@ from lehr.core.trace import Version
 from lehr.engine.native.rows import Slot, lazy_zeros
 from lehr.model.config import ModelConfig
 
-BLOCK = 16
+BLOCK = 8
 """Tokens per block."""
 
 

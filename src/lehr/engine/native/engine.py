@@ -30,6 +30,8 @@ from lehr.engine.native.stops import extend_tail
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
 
+_SLICE_TOKENS = 320
+
 FIRST = Version(0, 0)
 """The version of weights that nobody named."""
 
@@ -69,6 +71,7 @@ class NativeEngine:
         self._ids = itertools.count(1)
         self._prompt_tokens = self._cached_tokens = self._own_tokens = self._steps = 0
         self._busy_s = 0.0
+        self.computed_tokens = 0
 
     @property
     def idle(self) -> bool:
@@ -137,6 +140,7 @@ class NativeEngine:
         pieces = _in_row_order(pieces)
         done = self._finish(pieces, self._forward(pieces))
         self._steps += 1
+        self.computed_tokens += sum(p.count for p in pieces)
         self._busy_s += time.perf_counter() - started
         pool = self._scheduler.pool
         if pool.free + pool.cached + pool.held != pool.total:
@@ -148,6 +152,12 @@ class NativeEngine:
 
     def _forward(self, pieces: list[Piece]) -> torch.Tensor:
         """Compute the pieces and return the hidden states of the last token of each, ``[N, D]``."""
+        parts: list[torch.Tensor] = []
+        for some in _slices(pieces):
+            parts.append(self._forward_slice(some))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _forward_slice(self, pieces: list[Piece]) -> torch.Tensor:
         tokens: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
@@ -162,6 +172,8 @@ class NativeEngine:
         singles = sum(1 for p in pieces if p.count == 1)
         attention = StepAttention(spans[:singles], spans[singles:], self.dtype)
         hidden_TD = self._decoder.hidden(torch.tensor(tokens), torch.tensor(positions), attention)
+        if singles == len(spans):
+            return hidden_TD
         return hidden_TD[torch.tensor([s.offset + s.count - 1 for s in spans])]
 
     def _finish(self, pieces: list[Piece], last_ND: torch.Tensor) -> list[Request]:
@@ -265,6 +277,21 @@ class NativeEngine:
             busy_s=self._busy_s,
             steps=self._steps,
         )
+
+
+def _slices(pieces: list[Piece]) -> list[list[Piece]]:
+    """Split a step's pieces into forwards whose activations stay in the processor's caches. Single tokens,
+    which are few, stay together.
+    """
+    slices: list[list[Piece]] = [[]]
+    tokens = 0
+    for piece in pieces:
+        if slices[-1] and piece.count > 1 and tokens + piece.count > _SLICE_TOKENS:
+            slices.append([])
+            tokens = 0
+        slices[-1].append(piece)
+        tokens += piece.count
+    return slices
 
 
 def _in_row_order(pieces: list[Piece]) -> list[Piece]:

@@ -9,9 +9,10 @@ ones of their lane: when one is freed, the last moves into its place.
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,8 +31,8 @@ class Slot:
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros whose memory is committed page by page, on first use."""
-    count = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class Lane:

@@ -12,8 +12,9 @@ class NativeConfig(Config):
 
     max_running: int = Field(default=64, ge=1)
     """Requests that decode in one step."""
-    token_budget: int = Field(default=512, ge=16)
-    """Tokens per step; what decoding leaves of it goes to prompts."""
+    token_budget: int = Field(default=1024, ge=16)
+    """Tokens per step; what decoding leaves of it goes to prompts. A large one fills the batch at once, a small
+    one keeps decoding requests from waiting for the prompts of others."""
     cache_tokens: int = Field(default=32768, ge=16)
     """Tokens whose keys and values the block pool can hold, for running requests and prefixes together."""
     dtype: str = "auto"

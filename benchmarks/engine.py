@@ -1,0 +1,126 @@
+"""Benchmarks of sampling.
+
+``engine.decode.b64``: 64 different chat prompts, 48 new tokens each at temperature 1, prompts included in the
+time. Peer: ``transformers`` generation of the same prompts as one left-padded batch, in the same dtype, with
+as many threads. Each runs in a process of its own and they take turns. The share of the measured matrix
+peak that our multiply-adds reach is printed beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.row import Row
+from benchmarks.train import Worker, environment
+
+HERE = Path(__file__).parent
+PINS = ("transformers==5.24.0", "torch==2.13.0")
+PROMPTS, NEW_TOKENS, ROUNDS = 64, 48, 3
+
+
+def rows() -> Iterator[Row]:
+    """Yield ``engine.decode.b64``."""
+    from lehr.model.dtype import compute_dtype, dtype_name
+    from lehr.model.fetch import fetch
+
+    folder = fetch("smollm2-135m")
+    job = {
+        "model": str(folder),
+        "prompts": _encoded(folder),
+        "new_tokens": NEW_TOKENS,
+        "dtype": dtype_name(compute_dtype()),
+        "threads": len(os.sched_getaffinity(0)),
+    }
+    ours = Worker([sys.executable, "-m", "benchmarks.engine"], job)
+    peer = Worker(
+        [str(environment("transformers", PINS)), str(HERE / "peers" / "transformers_generate.py")], job
+    )
+    answers: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
+    try:
+        for _ in range(int(os.environ.get("BENCH_ROUNDS", ROUNDS))):
+            for name, worker in (("ours", ours), ("peer", peer)):
+                answers[name].append(worker.go())
+                print(f"    {name}: {json.dumps(answers[name][-1])}", file=sys.stderr, flush=True)
+    finally:
+        ours.close()
+        peer.close()
+    mine, theirs = (
+        statistics.median(a["tokens"] / a["seconds"] for a in answers[name]) for name in ("ours", "peer")
+    )
+    reached = statistics.median(a["gflops"] / a["seconds"] for a in answers["ours"])
+    peak = ours.ready["peak_gflops"]
+    print(f"    {reached:.0f} of {peak:.0f} GFLOP/s that one large product reaches", file=sys.stderr)
+    version = f"transformers {peer.ready['ready']} {job['dtype']}"
+    yield Row.throughput("engine.decode.b64", mine, "tokens/s", version, theirs)
+
+
+def _encoded(folder: Path) -> list[list[int]]:
+    from benchmarks.prompts import chat_prompts
+
+    from lehr.core.task import Message
+    from lehr.model.chat import ChatRenderer
+    from lehr.model.tokenizer import load_tokenizer
+
+    renderer = ChatRenderer(load_tokenizer(folder))
+    return [renderer.start((Message(role="user", content=text),)) for text in chat_prompts(PROMPTS)]
+
+
+def _ours() -> None:
+    """Our side: the same exchange of lines as the peer's."""
+    import torch
+
+    from lehr.core.trace import Sampling
+    from lehr.engine.native.engine import NativeEngine
+    from lehr.engine.native.settings import NativeConfig
+    from lehr.model.checkpoint import load_decoder
+    from lehr.model.dtype import compute_dtype
+
+    job = json.loads(sys.stdin.readline())
+    torch.set_num_threads(job["threads"])
+    dtype = compute_dtype(job["dtype"])
+    config = NativeConfig(max_running=len(job["prompts"]), token_budget=8192, dtype=job["dtype"])
+
+    def engine() -> NativeEngine:
+        return NativeEngine(load_decoder(Path(job["model"]), dtype), config=config)
+
+    def run(sampler: NativeEngine, count: int) -> dict[str, float]:
+        start, cpu = time.perf_counter(), time.process_time()
+        done = [sampler.submit(prompt, Sampling(max_tokens=count)) for prompt in job["prompts"]]
+        while not sampler.idle:
+            sampler.step()
+        spent = time.perf_counter() - start
+        layers = sum(p.numel() for name, p in shape.to_hf().items() if "layers" in name)
+        head = shape.config.vocab_size * shape.config.hidden_size
+        sampled = sum(request.own for request in done)
+        products = 2e-9 * (layers * sampler.computed_tokens + head * sampled)
+        return {"seconds": spent, "cpu_s": time.process_time() - cpu, "tokens": sampled, "gflops": products}
+
+    shape = load_decoder(Path(job["model"]), dtype)
+    run(engine(), 2)
+    print(json.dumps({"ready": "lehr", "torch": torch.__version__, "peak_gflops": _peak(dtype)}), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(run(engine(), job["new_tokens"])), flush=True)
+
+
+def _peak(dtype: Any, size: int = 2048) -> float:
+    """Return the best rate of one large product, in GFLOP/s."""
+    import torch
+
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return 2e-9 * size**3 / best
+
+
+if __name__ == "__main__":
+    _ours()

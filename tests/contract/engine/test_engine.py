@@ -1,0 +1,173 @@
+"""What every engine keeps: the native one in this process, and the same one in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lehr.cluster.base import Role
+from lehr.cluster.local import LocalCluster
+from lehr.core.batch import Manifest
+from lehr.core.errors import DeadlineExceeded
+from lehr.core.trace import Sampling, Version
+from lehr.engine.base import Engine, EngineError, RequestTooLarge
+from lehr.engine.local import open_engine
+from lehr.engine.messages import Allotment
+from lehr.engine.native.settings import NativeConfig
+from lehr.engine.remote import RemoteEngine
+from lehr.model.checkpoint import file_digest, save_model
+from lehr.model.tiny import random_decoder
+from lehr.model.tokenizer import ByteTokenizer
+
+SMALL = NativeConfig(max_running=4, cache_tokens=1024, dtype="float32")
+PROMPT = [*b"What is the capital of France?"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    save_model(random_decoder(seed=1, std=0.2), path, ByteTokenizer())
+    return path
+
+
+@asynccontextmanager
+async def opened(kind: str, folder: Path, logs: Path) -> AsyncGenerator[Engine]:
+    if kind == "local":
+        engine = open_engine(folder, SMALL, Version(1, 0))
+        try:
+            yield engine
+        finally:
+            await engine.close()
+        return
+    cluster = LocalCluster(logs)
+    try:
+        config = {"model": str(folder), "native": SMALL.model_dump(), "incarnation": 1, "threads": 1}
+        handle = await cluster.start(Role("engine", "lehr.engine.role:build", config))
+        yield RemoteEngine(handle)
+    finally:
+        await cluster.close()
+
+
+def published(tmp_path: Path, seed: int, version: Version) -> Manifest:
+    path = tmp_path / f"weights-{seed}"
+    save_model(random_decoder(seed=seed, std=0.2), path)
+    file = path / "model.safetensors"
+    return Manifest(version, str(file), file_digest(file), file.stat().st_size)
+
+
+def check(kind: str, folder: Path, tmp_path: Path, what: Callable[[Engine], Awaitable[None]]) -> None:
+    async def go() -> None:
+        async with opened(kind, folder, tmp_path) as engine:
+            await what(engine)
+
+    asyncio.run(asyncio.wait_for(go(), 240))
+
+
+kinds = pytest.mark.parametrize("kind", ["local", "remote"])
+
+
+@kinds
+@pytest.mark.timeout(300)
+def test_a_completion_is_complete(kind: str, folder: Path, tmp_path: Path) -> None:
+    async def what(engine: Engine) -> None:
+        sampling = Sampling(temperature=0.8, max_tokens=12, seed=4)
+        done = await asyncio.gather(*(engine.generate(PROMPT, sampling) for _ in range(6)))
+        first = done[0]
+        assert first.stop in ("length", "eos") and 0 < len(first.tokens) <= 12
+        for other in done:
+            assert np.array_equal(other.tokens, first.tokens)
+            assert len(other.logprobs) == len(other.raw_logprobs) == len(other.kept_mass) == len(other.tokens)
+        assert set(first.versions.tolist()) == {Version(1, 0).packed}
+        said = await engine.score([*PROMPT, *first.tokens.tolist()], temperature=0.8)
+        assert np.abs(said[len(PROMPT) - 1 :] - first.raw_logprobs).max() < 1e-4
+        stats = await engine.stats()
+        assert stats.blocks_free + stats.blocks_cached + stats.blocks_held == stats.blocks_total
+        assert stats.running == stats.waiting == stats.blocks_held == 0
+
+    check(kind, folder, tmp_path, what)
+
+
+@kinds
+@pytest.mark.timeout(300)
+def test_weights_change_while_requests_run(kind: str, folder: Path, tmp_path: Path) -> None:
+    async def what(engine: Engine) -> None:
+        manifest = published(tmp_path, 2, Version(1, 1))
+        greedy = Sampling(temperature=0, max_tokens=8)
+        running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200, seed=1)))
+        await asyncio.sleep(0.05)
+        before = await engine.generate(PROMPT, greedy)
+        await engine.fetch(manifest)
+        await engine.activate(Version(1, 1))
+        after = await engine.generate(PROMPT, greedy)
+        assert after.cached_tokens == 0
+        assert set(after.versions.tolist()) == {Version(1, 1).packed}
+        assert not np.allclose(before.raw_logprobs[:1], after.raw_logprobs[:1], atol=1e-3)
+        said = await engine.score([*PROMPT, *after.tokens.tolist()])
+        assert np.abs(said[len(PROMPT) - 1 :] - after.raw_logprobs).max() < 1e-4
+        assert (await engine.stats()).version == Version(1, 1)
+        assert list((await running).versions) == sorted((await running).versions)
+        with pytest.raises(EngineError):
+            await engine.activate(Version(1, 0))
+
+    check(kind, folder, tmp_path, what)
+
+
+@kinds
+@pytest.mark.timeout(300)
+def test_damaged_weights_are_refused(kind: str, folder: Path, tmp_path: Path) -> None:
+    async def what(engine: Engine) -> None:
+        good = published(tmp_path, 3, Version(1, 1))
+        bad = Manifest(good.version, good.path, "0" * 32, good.nbytes)
+        with pytest.raises(EngineError, match="digest"):
+            await engine.fetch(bad)
+        with pytest.raises(EngineError, match="were not fetched"):
+            await engine.activate(Version(1, 1))
+        assert len((await engine.generate(PROMPT, Sampling(max_tokens=2))).tokens) > 0
+
+    check(kind, folder, tmp_path, what)
+
+
+@kinds
+@pytest.mark.timeout(300)
+def test_e11_too_large_fails_alone_and_cancelling_frees(kind: str, folder: Path, tmp_path: Path) -> None:
+    async def what(engine: Engine) -> None:
+        with pytest.raises(RequestTooLarge, match="at most 1024 together"):
+            await engine.generate([1] * 1000, Sampling(max_tokens=25))
+        with pytest.raises(DeadlineExceeded):
+            await engine.generate(PROMPT, Sampling(max_tokens=900, temperature=3.0), timeout_s=0.05)
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=900, temperature=3.0)))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(200):
+            stats = await engine.stats()
+            if stats.running == 0 and stats.blocks_held == 0:
+                break
+            await asyncio.sleep(0.02)
+        assert stats.running == 0 and stats.blocks_held == 0
+        assert len((await engine.generate(PROMPT, Sampling(max_tokens=3))).tokens) > 0
+
+    check(kind, folder, tmp_path, what)
+
+
+def test_abort_and_allot_over_the_wire(folder: Path, tmp_path: Path) -> None:
+    async def what(engine: Engine) -> None:
+        assert isinstance(engine, RemoteEngine)
+        await engine.allot(Allotment(1, (0,)))
+        hot = Sampling(max_tokens=900, temperature=3.0)
+        task = asyncio.create_task(engine.generate(PROMPT, hot, session="s"))
+        for _ in range(200):
+            if (await engine.stats()).own_tokens:
+                break
+        assert await engine.abort("other") == 0
+        assert await engine.abort("s") == 1
+        done = await task
+        assert done.stop == "abort" and len(done.tokens) > 0
+
+    check("remote", folder, tmp_path, what)
