@@ -46,7 +46,7 @@ def test_a_remote_trainer_does_what_a_local_one_does(samples, tmp_path):
             published = read_tensors(tmp_path / "weights" / manifest.path.rsplit("/", 1)[1])
             await remote.save(tmp_path / "saved")
             await remote.load(tmp_path / "saved")
-            with pytest.raises(ConfigError, match="no config.json"):
+            with pytest.raises(ConfigError, match=r"no config\.json"):
                 await remote.load(tmp_path / "nowhere")
             await remote.reset(config.model_copy(update={"learning_rate": 1e30, "max_grad_norm": 1e30}))
             with pytest.raises(Diverged):
