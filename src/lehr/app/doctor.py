@@ -121,7 +121,7 @@ def package_checks() -> list[Check]:
         return [
             Check("packages", "missing", f"not installed: {', '.join(absent)}", "make setup, or pip install .")
         ]
-    return [Check("packages", "ok", f"torch {version('torch')}, transformers {version('transformers')}")]
+    return [Check("packages", "ok", f"torch {version('torch')}, numpy {version('numpy')}")]
 
 
 def _required() -> Iterable[str]:

@@ -115,3 +115,14 @@ def test_metrics_survive_a_cut_line_and_a_repeated_step(tmp_path: Path) -> None:
 
 def test_running_mean_looks_back_only() -> None:
     assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_tensorboard_reads_what_was_exported(made_run) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    from lehr.app.report.tensorboard import export
+
+    (file,) = export(made_run.path).iterdir()
+    events = [event for event in reader.LegacyEventFileLoader(str(file)).Load() if event.summary.value]
+    found = {(v.tag, event.step): v.simple_value for event in events for v in event.summary.value}
+    assert found["rl/loss", 1] == pytest.approx(0.5)
+    assert found["rl/pass/code/functions", 5] == pytest.approx(0.5)

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import click
 
+from lehr.app.session import shown
 from lehr.app.tables import json_option
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
+@click.option("--tensorboard", is_flag=True, help="Also write the metrics to RUN/tensorboard.")
 @json_option
-def report(run: Path, as_json: bool) -> None:
+def report(run: Path, tensorboard: bool, as_json: bool) -> None:
     """Write a run's report again from its record.
 
     Works on runs that are still going on, and on those that died.
@@ -21,6 +23,10 @@ def report(run: Path, as_json: bool) -> None:
     from lehr.app.report.write import write_report
     from lehr.app.tables import print_json
 
+    if tensorboard:
+        from lehr.app.report.tensorboard import export
+
+        click.echo(f"tensorboard --logdir {shown(export(run))}", err=True)
     if as_json:
         summary, _ = write_report(run)
         print_json(summary.as_json())

@@ -16,6 +16,8 @@ class Line:
     stage: str
     step: int
     values: Mapping[str, float]
+    at: float = 0.0
+    """Seconds since the epoch."""
 
 
 def read_metrics(path: Path) -> list[Line]:
@@ -23,6 +25,7 @@ def read_metrics(path: Path) -> list[Line]:
     if not path.exists():
         return []
     merged: dict[tuple[str, int], dict[str, float]] = {}
+    times: dict[tuple[str, int], float] = {}
     for text in path.read_text(errors="replace").splitlines():
         try:
             raw = json.loads(text)
@@ -36,8 +39,10 @@ def read_metrics(path: Path) -> list[Line]:
             for name, value in row.items()
             if name not in {"t", "stage", "step"} and isinstance(value, int | float)
         }
-        merged.setdefault((str(row.get("stage", "")), int(row.get("step", 0))), {}).update(values)
-    return [Line(stage, step, values) for (stage, step), values in merged.items()]
+        key = (str(row.get("stage", "")), int(row.get("step", 0)))
+        merged.setdefault(key, {}).update(values)
+        times[key] = float(row.get("t", 0.0))
+    return [Line(*key, values, times[key]) for key, values in merged.items()]
 
 
 def series(lines: Sequence[Line], name: str) -> list[tuple[float, float]]:
