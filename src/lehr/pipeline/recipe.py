@@ -16,6 +16,9 @@ class EvaluationConfig(Config):
 
     count: int = Field(default=100, ge=1)
     """Held-out tasks per domain."""
+    base_count: int = Field(default=32, ge=1)
+    """Held-out tasks per domain for the base model, at most ``count``. It is no side of a comparison, and
+    answers at full length, so that each of its tasks costs several of a trained model's."""
     concurrency: int = Field(default=64, ge=1)
     """Episodes at once."""
 

@@ -87,7 +87,8 @@ async def _run(folder: RunFolder, recipe: Recipe, model: Path, observer: Observe
 async def _stages(ctx: Context, model: Path) -> None:
     current = model
     count = ctx.recipe.evaluation.count
-    await _timed(ctx, "measure base", lambda: measure(ctx, "base", split="heldout", count=count))
+    base = min(count, ctx.recipe.evaluation.base_count)
+    await _timed(ctx, "measure base", lambda: measure(ctx, "base", split="heldout", count=base))
     for stage in ctx.recipe.stages:
         previous, current = current, ctx.folder.checkpoint(stage.name)
         if not ctx.ledger.stage_done(stage.name):

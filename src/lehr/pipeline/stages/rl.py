@@ -109,6 +109,8 @@ class _RlRun:
                         break
                     continue
             await self._step(step, filled.groups, waited)
+            if len(filled.groups) < stage.groups_per_batch:  # the version rose, but fewer places came free
+                self.dispatcher.release(len(filled.groups) - stage.groups_per_batch)
             if step % stage.checkpoint_every == 0 and step < stage.steps:
                 await self._checkpoint(step)
 
