@@ -42,7 +42,7 @@ DISTRACTORS: dict[Split, tuple[str, ...]] = {
 }
 SEPARATORS: dict[Split, tuple[str, ...]] = {
     "train": (": ", " ", " | "),
-    "validation": (" - ",),
+    "validation": (" : ",),
     "heldout": (" = ", ":\t", " .. "),
 }
 
