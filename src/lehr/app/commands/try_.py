@@ -37,6 +37,7 @@ def try_(run: Path, prompt: str | None, count: int, max_tokens: int, as_json: bo
     from lehr.pipeline.compare import try_run
 
     require_fit_host()
+    click.echo("asking the base model, then the trained one …", err=True)
     domain = prompt if prompt is not None and _DOMAIN.fullmatch(prompt) else None
     with progress(console(stderr=True)) as observer:
         pairs = try_run(
@@ -67,7 +68,7 @@ def _show(pair: Comparison, out: Console) -> None:
     table = Table(box=box.ROUNDED, expand=True, border_style="dim")
     for name, said in (("before", pair.before), ("after", pair.after)):
         table.add_column(Text.assemble((name, "bold"), "  ", _verdict(said)), ratio=1)
-    table.add_row(Text(visible(pair.before.text)), Text(visible(pair.after.text)))
+    table.add_row(Text(visible(pair.before.text.strip())), Text(visible(pair.after.text.strip())))
     out.print(table)
 
 
