@@ -93,7 +93,7 @@ def create(scene: Scene) -> Job:
     name, text = scene.name(), f"{scene.word()} {scene.word()}"
     scene.files[name] = text + "\n"
     said = _phrases(
-        "create {n} containing {t}", "write {t} into a new file {n}", "make a file {n} with the text {t}"
+        "create {n} containing {t}", "write {t} into a new file {n}", "create the file {n} with the text {t}"
     )
     return Job(_say(scene, said, n=name, t=text), (f'echo "{text}" > {name}',))
 
@@ -103,7 +103,7 @@ def append(scene: Scene) -> Job:
     name, word = scene.add(), scene.word()
     scene.files[name] += word + "\n"
     said = _phrases(
-        "append the line {w} to {n}", "put the line {w} at the end of {n}", "add a last line {w} to {n}"
+        "append the line {w} to {n}", "put the line {w} at the end of {n}", "append {w} as a line to {n}"
     )
     return Job(_say(scene, said, n=name, w=word), (f'echo "{word}" >> {name}',))
 
@@ -112,7 +112,7 @@ def delete(scene: Scene) -> Job:
     """Remove a file."""
     name = scene.add()
     del scene.files[name]
-    said = _phrases("delete {n}", "erase {n}", "remove the file {n}")
+    said = _phrases("delete {n}", "erase {n}", "delete the file {n}")
     return Job(_say(scene, said, n=name), (f"rm {name}",))
 
 
@@ -121,7 +121,7 @@ def rename(scene: Scene) -> Job:
     old = scene.add()
     new = scene.name()
     scene.files[new] = scene.files.pop(old)
-    said = _phrases("rename {o} to {n}", "give {o} the name {n}", "change the name of {o} to {n}")
+    said = _phrases("rename {o} to {n}", "give {o} the name {n}", "rename the file {o} as {n}")
     return Job(_say(scene, said, o=old, n=new), (f"mv {old} {new}",))
 
 
@@ -141,7 +141,7 @@ def move(scene: Scene) -> Job:
     said = _phrases(
         "move {n} into a new folder {f}",
         "put {n} into the new folder {f}",
-        "make a folder {f} and move {n} there",
+        "move {n} to a new folder called {f}",
     )
     return Job(_say(scene, said, n=name, f=folder), (f"mkdir -p {folder}\nmv {name} {folder}/",))
 
@@ -166,7 +166,7 @@ def count(scene: Scene) -> Job:
     said = _phrases(
         "write the number of lines of {a} to {b}",
         "count the lines of {a} into {b}",
-        "save to {b} how many lines {a} has",
+        "save the number of lines of {a} in {b}",
     )
     return _derive(scene, said, "wc -l < {a} > {b}", lambda rows: [str(len(rows))])
 
@@ -195,7 +195,7 @@ def head(scene: Scene) -> Job:
     said = _phrases(
         "write the first {k} lines of {a} to {b}",
         "put {k} top lines of {a} in {b}",
-        "save the top {k} lines of {a} as {b}",
+        "save the first {k} lines of {a} as {b}",
     )
     return _derive(scene, said, "head -n {k} {a} > {b}", lambda rows: rows[:k], k=k)
 
@@ -206,7 +206,7 @@ def tail(scene: Scene) -> Job:
     said = _phrases(
         "write the last {k} lines of {a} to {b}",
         "put {k} end lines of {a} in {b}",
-        "save the final {k} lines of {a} as {b}",
+        "save the last {k} lines of {a} as {b}",
     )
     return _derive(scene, said, "tail -n {k} {a} > {b}", lambda rows: rows[-k:], k=k)
 
@@ -214,7 +214,7 @@ def tail(scene: Scene) -> Job:
 def upper(scene: Scene) -> Job:
     """Turn into upper case."""
     said = _phrases(
-        "write {a} in upper case to {b}", "put {a} in {b}, all upper case", "save {a} as {b} in capital letters"
+        "write {a} in upper case to {b}", "put {a} in {b}, all upper case", "save {a} in upper case as {b}"
     )
     return _derive(scene, said, "tr a-z A-Z < {a} > {b}", lambda rows: [row.upper() for row in rows])
 
@@ -227,7 +227,7 @@ def extract(scene: Scene) -> Job:
     said = _phrases(
         "write the lines of {a} with {w} to {b}",
         "put lines with {w} from {a} in {b}",
-        "save to {b} the lines of {a} that contain {w}",
+        "save the lines of {a} with {w} as {b}",
     )
     return _derive(
         scene, said, "grep {w} {a} > {b}", lambda rows: [r for r in rows if word in r], a=source, w=word
@@ -254,7 +254,7 @@ def replace(scene: Scene) -> Job:
     name = scene.add(lines=4)
     old, new = scene.rng.choice(scene.files[name].splitlines()), scene.word()
     scene.files[name] = scene.files[name].replace(old, new)
-    said = _phrases("replace {o} by {w} in {n}", "turn {o} into {w} in {n}", "change {o} to {w} inside {n}")
+    said = _phrases("replace {o} by {w} in {n}", "turn {o} into {w} in {n}", "replace every {o} by {w} in {n}")
     return Job(_say(scene, said, o=old, w=new, n=name), (f"sed -i 's/{old}/{new}/g' {name}",))
 
 
@@ -266,7 +266,7 @@ def drop_lines(scene: Scene) -> Job:
     said = _phrases(
         "delete the lines with {w} from {n}",
         "erase lines with {w} in {n}",
-        "remove from {n} the lines that contain {w}",
+        "delete from {n} every line with {w}",
     )
     return Job(_say(scene, said, w=word, n=name), (f"sed -i '/{word}/d' {name}",))
 
@@ -285,7 +285,7 @@ def find_and_delete(scene: Scene) -> Job:
     said = _phrases(
         "delete the file that contains {w}",
         "erase whichever file has {w} in it",
-        "find the file with {w} in it and remove it",
+        "find the file that contains {w} and delete it",
     )
     return Job(_say(scene, said, w=word), (f"grep -l {word} *", f"rm {target}"))
 
@@ -298,7 +298,7 @@ def find_and_rename(scene: Scene) -> Job:
     said = _phrases(
         "rename the file that contains {w} to {n}",
         "give the name {n} to whichever file has {w} in it",
-        "find the file with {w} in it and change its name to {n}",
+        "find the file that contains {w} and rename it to {n}",
     )
     return Job(_say(scene, said, w=word, n=new), (f"grep -l {word} *", f"mv {target} {new}"))
 
@@ -311,7 +311,7 @@ def find_and_append(scene: Scene) -> Job:
     said = _phrases(
         "append the line {l} to the file that contains {w}",
         "put the line {l} at the end of whichever file has {w} in it",
-        "find the file with {w} in it and add a last line {l}",
+        "find the file that contains {w} and append the line {l}",
     )
     return Job(_say(scene, said, w=word, l=line), (f"grep -l {word} *", f'echo "{line}" >> {target}'))
 

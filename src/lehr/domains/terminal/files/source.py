@@ -12,8 +12,8 @@ from lehr.domains.splitting import draw_for, stream
 from lehr.domains.terminal.files import jobs
 
 SYSTEM = "Answer with one sh block, or DONE."
-JOINTS: dict[Split, str] = {"train": ", then ", "validation": "; afterwards ", "heldout": " and after that "}
-LEVEL_SHARES = (40, 35, 25)
+JOINTS: dict[Split, str] = {"train": ", then ", "validation": "; afterwards ", "heldout": ", and then "}
+LEVEL_SHARES = (55, 15, 30)
 
 Chosen = tuple[Callable[[jobs.Scene], jobs.Job], ...]
 
