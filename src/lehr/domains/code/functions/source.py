@@ -31,7 +31,7 @@ WORDS = (
     "mine", "sense", "to", "owl", "latin", "error", "level", "open", "sail", "Rome",
 )  # fmt: skip
 TESTS = 8
-LEVEL_SHARES = (35, 45, 20)
+LEVEL_SHARES = (45, 40, 15)
 
 
 class FunctionSource:

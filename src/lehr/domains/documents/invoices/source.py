@@ -34,7 +34,7 @@ PREFIXES: dict[Split, tuple[str, ...]] = {
     "validation": ("V-",),
     "heldout": ("DOC-", "B", "K-", "70"),
 }
-LEVEL_SHARES = (25, 40, 35)
+LEVEL_SHARES = (40, 35, 25)
 
 
 class InvoiceSource:
@@ -63,7 +63,7 @@ def _facts(rng: random.Random, split: Split) -> dict[str, Any]:
         "date": date(2019, 1, 1) + timedelta(days=rng.randrange(2500)),
         "customer": f"{rng.choice(first)} {rng.choice(second)}",
         "currency": rng.choice(list(layouts.SYMBOLS)),
-        "total": -total if rng.random() < 0.35 else total,
+        "total": -total if rng.random() < 0.25 else total,
         "tax": Decimal(rng.randint(200, 9999)).scaleb(-2),
         "other": Decimal(rng.randint(1000, 99999)).scaleb(-2),
     }
