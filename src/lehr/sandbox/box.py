@@ -20,9 +20,10 @@ from lehr.sandbox.streams import Capture, Feeder
 
 TICK_S = 0.05
 GRACE_S = 0.35
+PATIENT_S = 3.0
 NICE = 10
 OUTPUT_FACTOR = 64
-REFUSED_FORKS = 200
+REFUSED_FORKS = 64
 
 
 class RunnerBox:
@@ -332,7 +333,9 @@ class Watch:
             self.stop()
             self.reason = reason
             self._box.interrupt(self._number)
-            self._timers["grace"] = self._loop.call_later(GRACE_S, self._box.give_up)
+            self._timers["grace"] = self._loop.call_later(
+                GRACE_S if reason in ("wall", "cpu") else PATIENT_S, self._box.give_up
+            )
 
     def stop(self) -> None:
         """The exec is over."""

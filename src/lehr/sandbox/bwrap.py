@@ -119,7 +119,7 @@ class BwrapBackend:
             raise HostUnfit(f"the bwrap backend has no image {spec.image!r}", expected="image 'host'")
         places = self._places()
         rules, code = seccomp.program(limited=places is not None), runner_code(python)
-        group = cgroup.Group(places, spec.limits) if places else None
+        group = make_group(places, spec) if places else None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as opened:
@@ -194,6 +194,14 @@ def _warn_unlimited(why: str) -> None:
         "by itself. `lehr doctor` names the command that mends it.",
         why,
     )
+
+
+def make_group(places: cgroup.Places, spec: Spec) -> cgroup.Group:
+    """Make the control group of a box, or raise ``HostUnfit``."""
+    try:
+        return cgroup.Group(places, spec.limits)
+    except OSError as error:
+        raise HostUnfit(f"cannot make a control group: {error}", hint=DOCTOR) from error
 
 
 def etc_files(opened: contextlib.ExitStack) -> tuple[list[int], list[str]]:

@@ -257,12 +257,14 @@ class Group:
         self.throttle(True)
 
     def throttle(self, on: bool) -> None:
-        """Hold the box to its share of CPU time, or let go so that it can be ended without delay."""
+        """Hold the box to its share of CPU time, or let it go first so that it can be ended without delay."""
         with contextlib.suppress(FileNotFoundError):
             if v1 := self._v1.get("cpu"):
                 (v1 / "cpu.cfs_quota_us").write_text(str(self._quota if on else -1))
+                (v1 / "cpu.shares").write_text("1024" if on else "65536")
             if v2 := self._v2.get("cpu"):
                 (v2 / "cpu.max").write_text(f"{self._quota if on else 'max'} {PERIOD_US}")
+                (v2 / "cpu.weight").write_text("100" if on else "10000")
 
     @property
     def doors(self) -> list[str]:
