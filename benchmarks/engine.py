@@ -81,9 +81,11 @@ def _ours() -> None:
     from lehr.engine.native.settings import NativeConfig
     from lehr.model.checkpoint import load_decoder
     from lehr.model.dtype import compute_dtype
+    from lehr.model.memory import keep_freed_memory
 
     job = json.loads(sys.stdin.readline())
     torch.set_num_threads(job["threads"])
+    keep_freed_memory()
     dtype = compute_dtype(job["dtype"])
     config = NativeConfig(max_running=len(job["prompts"]), token_budget=8192, dtype=job["dtype"])
 

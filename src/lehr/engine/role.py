@@ -17,6 +17,7 @@ from lehr.engine.local import LocalEngine, open_engine
 from lehr.engine.messages import AbortRequest, ActivateRequest, Allotment, GenerateRequest, ScoreRequest
 from lehr.engine.native.settings import NativeConfig
 from lehr.model.fetch import locate
+from lehr.model.memory import keep_freed_memory
 
 
 class EngineRoleConfig(Config):
@@ -84,6 +85,7 @@ class EngineService:
 def build(config: dict[str, Any]) -> EngineService:
     """Return the service that ``config`` (an :class:`EngineRoleConfig`) describes."""
     settings = resolve(EngineRoleConfig, config, where="engine role")
+    keep_freed_memory()
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     version = Version(settings.incarnation, settings.n)
     engine = open_engine(locate(settings.model), settings.native, version)
