@@ -88,7 +88,7 @@ async def s4_memory_bomb(boxes: Boxes) -> None:
         "import time\na = bytearray(b'y' * (32 << 20))\ntime.sleep(1)\n"
         "print(len(a), all(b == 121 for b in a[::4096]))"
     )
-    async with boxes.lease(spec()) as box, boxes.lease(spec()) as neighbour:
+    async with boxes.lease(spec(wall_s=30.0)) as box, boxes.lease(spec(wall_s=30.0)) as neighbour:
         other = asyncio.create_task(python(neighbour, quiet))
         for what, bomb in (("the heap", heap), ("a mapping", mapping), ("memory files", unmapped)):
             result = await python(box, bomb)
