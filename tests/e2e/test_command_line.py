@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -46,8 +47,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
-    """Start ``lehr`` in ``folder``, in a session of its own."""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start ``lehr`` in a folder; whatever still runs at the end of the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(folder: Path, *argv: str) -> subprocess.Popen[str]:
+        started.append(_lehr(folder, *argv))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _lehr(folder: Path, *argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "lehr", *argv],
         cwd=folder,
@@ -89,7 +107,7 @@ def roles(run: Path) -> dict[str, int]:
     return found
 
 
-def test_quickstart_walks_through_all_stages_and_reports(tmp_path: Path) -> None:
+def test_quickstart_walks_through_all_stages_and_reports(tmp_path: Path, start: Start) -> None:
     status, out = finish(start(tmp_path, "quickstart", "--model", "tiny", "--run", "run", "--control"))
     assert status == 0, out
     assert "Held-out tasks solved" in out and "lehr try run" in out
@@ -107,7 +125,7 @@ def test_quickstart_walks_through_all_stages_and_reports(tmp_path: Path) -> None
     assert roles(tmp_path / "run") == {}
 
 
-def test_ctrl_c_stops_cleanly_and_only_the_same_config_resumes(folder: Path) -> None:
+def test_ctrl_c_stops_cleanly_and_only_the_same_config_resumes(folder: Path, start: Start) -> None:
     process = start(folder, "train", "small.toml", "--run", "run")
     until(process, "sft epoch 1")
     process.send_signal(signal.SIGINT)
