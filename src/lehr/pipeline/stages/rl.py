@@ -61,6 +61,7 @@ class _RlRun:
         self.ordinal = 0
         self.recent: list[Group] = []
         self.busy_s = self.verified_s = 0.0
+        self.own_tokens = 0
 
     async def run(self, start: Path) -> None:
         ctx, stage = self.ctx, self.stage
@@ -69,7 +70,8 @@ class _RlRun:
         await ctx.sync_weights()
         ctx.observer.stage(stage.name, stage.steps, "steps")
         ctx.observer.advance(first - 1, stage.steps)
-        self.busy_s, self.verified_s = (await ctx.engine.stats()).busy_s, ctx.verifying.seconds
+        stats = await ctx.engine.stats()
+        self.busy_s, self.own_tokens, self.verified_s = stats.busy_s, stats.own_tokens, ctx.verifying.seconds
         dispatching = asyncio.create_task(self._dispatch())
         try:
             await self._steps(first)
@@ -124,7 +126,9 @@ class _RlRun:
         ctx.ledger.mark_trained(stage.name, step)
         await ctx.sync_weights()
         self.dispatcher.advance(step)
-        busy_s, verified_s = (await ctx.engine.stats()).busy_s, ctx.verifying.seconds
+        stats, verified_s = await ctx.engine.stats(), ctx.verifying.seconds
+        sampling_s = stats.busy_s - self.busy_s
+        tokens_per_s = (stats.own_tokens - self.own_tokens) / sampling_s if sampling_s > 0 else 0.0
         finished, self.recent = self.recent, []
         values = {
             **{f"{stage.name}/{name}": value for name, value in result.items()},
@@ -133,10 +137,11 @@ class _RlRun:
             "time/training_s": trained_s,
             "time/waiting_s": waited_s,
             "time/publish_s": time.monotonic() - begun - trained_s,
-            "time/sampling_s": busy_s - self.busy_s,
+            f"{stage.name}/tokens_per_s": tokens_per_s,
+            "time/sampling_s": sampling_s,
             "time/verifying_s": verified_s - self.verified_s,
         }
-        self.busy_s, self.verified_s = busy_s, verified_s
+        self.busy_s, self.own_tokens, self.verified_s = stats.busy_s, stats.own_tokens, verified_s
         ctx.metrics.write(stage.name, step, values)
         ctx.observer.advance(
             step,
@@ -146,6 +151,12 @@ class _RlRun:
             stale=round(values.get(f"{stage.name}/staleness", 0.0), 2),
             wait=f"{waited_s:.1f}s",
             train=f"{trained_s:.1f}s",
+            sampled=f"{tokens_per_s:.0f} tok/s",
+            **{
+                name: f"{values[f'{stage.name}/pass/{name}']:.0%}"
+                for name in ctx.domains
+                if "/" in name and f"{stage.name}/pass/{name}" in values
+            },
         )
 
     async def _apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
