@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from lehr.core.errors import ConfigError, OutOfSpace
 from lehr.pipeline.recipe import Recipe
 
 MIN_FREE_BYTES = 512 << 20
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class RunFolder:
@@ -73,6 +75,22 @@ class RunFolder:
     def checkpoint(self, stage: str, step: int | None = None) -> Path:
         """Return the folder of a stage's final checkpoint, or of one inside it."""
         return self.checkpoints / (stage if step is None else f"{stage}-step-{step:04d}")
+
+    def weights(self, model_bytes: int) -> Path:
+        """Return an empty folder for published weights: in memory where three sets of ``model_bytes`` fit,
+        else inside the run. Its name follows from the run's path, so that what a killed run left is found.
+        """
+        name = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=6).hexdigest()
+        memory = SHARED_MEMORY / f"lehr-{os.getuid()}-{name}"
+        for old in (memory, self.path / "weights"):
+            shutil.rmtree(old, ignore_errors=True)
+        fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 3 * model_bytes
+        chosen = memory if fits else self.path / "weights"
+        try:
+            chosen.mkdir(mode=0o700)
+        except OSError as error:
+            raise out_of_space(error, chosen) from error
+        return chosen
 
     def remove_checkpoint(self, name: str) -> None:
         """Delete an intermediate checkpoint that a newer one replaces."""

@@ -39,9 +39,9 @@ class SftStage(Config):
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: int = Field(default=96, ge=1)
+    demonstrations: int = Field(default=120, ge=1)
     """Over all domains, divided evenly."""
-    max_epochs: int = Field(default=4, ge=1)
+    max_epochs: int = Field(default=3, ge=1)
     batch_size: int = Field(default=16, ge=1)
     patience: int = Field(default=1, ge=1)
     """Epochs without a better validation rate after which the stage ends with the best weights."""

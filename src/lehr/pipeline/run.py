@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -130,10 +131,10 @@ async def _context(
     pool = Pool(recipe.sandbox.backend, warm=recipe.sandbox.warm, limit=recipe.sandbox.boxes)
     metrics = MetricsWriter(folder.metrics)
     verifying = BusyMeter()
+    weights = folder.weights((start / "model.safetensors").stat().st_size)
     observer.stage("start", None, "roles")
     begun = time.monotonic()
     try:
-        weights = folder.path / "weights"
         trainer_role = Role(
             "trainer",
             "lehr.train.role:build",
@@ -167,10 +168,11 @@ async def _context(
             division=division,
         )
     finally:
-        await asyncio.shield(_close(cluster, pool, metrics))
+        await asyncio.shield(_close(cluster, pool, metrics, weights))
 
 
-async def _close(cluster: LocalCluster, pool: Pool, metrics: MetricsWriter) -> None:
+async def _close(cluster: LocalCluster, pool: Pool, metrics: MetricsWriter, weights: Path) -> None:
     await cluster.close()
     await pool.close()
     metrics.close()
+    shutil.rmtree(weights, ignore_errors=True)

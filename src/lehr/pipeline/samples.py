@@ -53,7 +53,7 @@ def to_samples(groups: Sequence[Group], scales: DomainScales) -> tuple[Sample, .
                     Sample(
                         tokens=segment.tokens,
                         own=segment.own,
-                        logprobs=segment.logprobs,
+                        logprobs=segment.raw_logprobs,  # what the trainer can recompute: before top-k and top-p
                         advantages=np.where(segment.own, np.float32(advantage / scale), np.float32(0)),
                         temperature=segment.sampling.temperature,
                         prefix=group.id,

@@ -68,8 +68,8 @@ class TrainerService:
         """Load the model. Called before the first request."""
 
         def load() -> Any:
+            from lehr.model.memory import keep_freed_memory
             from lehr.model.tokenizer import load_tokenizer
-            from lehr.train.memory import keep_freed_memory
             from lehr.train.trainer import LocalTrainer
 
             keep_freed_memory()
