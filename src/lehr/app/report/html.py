@@ -169,10 +169,8 @@ def _curves(page: Page) -> str:
     stages = list(dict.fromkeys(line.stage for line in page.lines))
     for stage in stages:
         lines = [line for line in page.lines if line.stage == stage]
-        domains = [n for n in names_under(lines, f"{stage}/pass/")] or names_under(
-            lines, f"{stage}/validation/"
-        )
-        colours = dict(zip(domains, (COLOURS[1 + i % 7] for i in range(len(domains))), strict=True))
+        domains = list(page.recipe["domains"])
+        colours = {name: COLOURS[1 + i % 7] for i, name in enumerate(domains)}
         for kind, caption in (
             ("pass", "pass rate of training attempts"),
             ("validation", "validation pass rate"),
@@ -237,8 +235,8 @@ def _time(page: Page) -> str:
     rows.append(tag("tr", tag("td", "all") + tag("td", duration(total)) + "<td></td>" * 5, class_="total"))
     return _section(
         "Where the time went",
-        "Seconds during which each kind of work was under way. In asynchronous stages they overlap; idle is "
-        "what none of them covers.",
+        "Seconds during which each kind of work was under way. They may overlap; idle is the least that "
+        "none of them can have covered.",
         _legend(WORK_COLOURS) + tag("div", tag("table", "".join(rows)), class_="scroll"),
     )
 
