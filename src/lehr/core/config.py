@@ -24,8 +24,13 @@ class Config(BaseModel):
 
     def digest(self) -> str:
         """Return 16 hex digits that change when any resolved value changes."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return digest_of(self.model_dump(mode="json"))
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """Return the digest of a dumped configuration, also of one that an older version wrote."""
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def load(kind: type[C], path: Path, overrides: Iterable[str] = ()) -> C:

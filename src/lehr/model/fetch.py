@@ -71,7 +71,7 @@ def locate(model: str) -> Path:
 def fetch(name: str, say: Say = lambda _: None) -> Path:
     """Return the folder of the named model, bringing it here first where needed. ``say`` gets progress."""
     if name not in MODELS:
-        raise UnknownName.among("model", name, MODELS, hint="`lehr models fetch` lists them.")
+        raise UnknownName.among("model", name, MODELS, hint="`lehr models list` shows them.")
     folder = home() / name
     if _complete(folder):
         return folder

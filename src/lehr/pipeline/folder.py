@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lehr.core.config import resolve
+from lehr.core.config import digest_of, resolve
 from lehr.core.errors import ConfigError, OutOfSpace
 from lehr.pipeline.recipe import Recipe
 
@@ -19,7 +19,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class RunFolder:
-    """Paths of a run. Creating one writes ``config.json``; opening one reads it."""
+    """Paths of a run. Creating one writes ``config.json``; opening one reads it.
+
+    digest: of the recipe as it was recorded, also where a newer version has keys that it lacks.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,6 +32,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.digest = ""
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> RunFolder:
@@ -44,7 +48,8 @@ class RunFolder:
             folder.require_space()
             for part in (folder.blobs, folder.checkpoints, folder.logs):
                 part.mkdir(exist_ok=True)
-            body = {"digest": recipe.digest(), "started": time.time(), "recipe": recipe.model_dump(mode="json")}
+            folder.digest = recipe.digest()
+            body = {"digest": folder.digest, "started": time.time(), "recipe": recipe.model_dump(mode="json")}
             replace_text(folder.config, json.dumps(body, indent=2) + "\n")
         except OSError as error:
             raise out_of_space(error, path) from error
@@ -60,16 +65,18 @@ class RunFolder:
             )
         try:
             body: dict[str, Any] = json.loads(folder.config.read_text())
+            found = digest_of(body["recipe"])
             recipe = resolve(Recipe, body["recipe"], where=str(folder.config))
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"cannot read {folder.config}: {error}") from error
-        if recipe.digest() != body.get("digest"):
+        if found != body.get("digest"):
             raise ConfigError(
-                f"{folder.config} was edited: its digest is {recipe.digest()}, recorded {body.get('digest')}",
+                f"{folder.config} was edited: its digest is {found}, recorded {body.get('digest')}",
                 hint="Restore the file, or start a new run with the changed recipe.",
             )
+        folder.digest = found
         return folder, recipe
 
     def checkpoint(self, stage: str, step: int | None = None) -> Path:

@@ -8,7 +8,7 @@ from lehr.model.chat import ChatRenderer
 from lehr.model.fetch import MODELS, fetch, home, locate
 from lehr.model.tokenizer import ByteTokenizer, load_tokenizer, read_json
 from lehr.pipeline.folder import RunFolder
-from lehr.pipeline.observer import Observer
+from lehr.pipeline.observer import Observer, Silent
 
 TINY = "tiny"
 """A random model of a few layers with a byte tokenizer, built on the spot."""
@@ -37,7 +37,7 @@ def trained_model(run: Path) -> Path:
         path = folder.checkpoint(stage.name)
         if stage.type != "control" and (path / "config.json").exists():
             return path
-    return locate(recipe.model)
+    return locate_model(recipe.model, Silent())
 
 
 def load_renderer(folder: Path) -> ChatRenderer:

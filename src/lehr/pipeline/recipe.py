@@ -16,7 +16,7 @@ class EvaluationConfig(Config):
 
     count: int = Field(default=100, ge=1)
     """Held-out tasks per domain."""
-    base_count: int = Field(default=32, ge=1)
+    base_count: int = Field(default=20, ge=1)
     """Held-out tasks per domain for the base model, at most ``count``. It is no side of a comparison, and
     answers at full length, so that each of its tasks costs several of a trained model's."""
     concurrency: int = Field(default=64, ge=1)
@@ -47,7 +47,7 @@ class SftStage(Config):
     """Epochs without a better validation rate after which the stage ends with the best weights."""
     validation_count: int = Field(default=16, ge=1)
     """Validation tasks per domain, measured after each epoch."""
-    train: TrainConfig = TrainConfig()
+    train: TrainConfig = TrainConfig(learning_rate=3e-5)
 
 
 class RejectStage(Config):
@@ -72,8 +72,8 @@ class RlStage(Config):
 
     type: Literal["rl"] = "rl"
     name: str = "rl"
-    steps: int = Field(default=16, ge=1)
-    groups_per_batch: int = Field(default=8, ge=1)
+    steps: int = Field(default=12, ge=1)
+    groups_per_batch: int = Field(default=6, ge=1)
     group_size: int = Field(default=8, ge=2)
     staleness_bound: int = Field(default=1, ge=0)
     """Batches that may be started ahead of the weights; 0 is synchronous."""
@@ -88,7 +88,7 @@ class RlStage(Config):
     """Steps between checkpoints."""
     time_limit_s: float | None = Field(default=None, gt=0)
     """Start no further step after this many seconds of the stage."""
-    train: TrainConfig = TrainConfig()
+    train: TrainConfig = TrainConfig(learning_rate=3e-5)
 
 
 class ControlStage(Config):
@@ -145,7 +145,11 @@ def quickstart_recipe(model: str = "smollm2-135m", *, control: bool = False, see
     """Return the recipe of ``lehr quickstart``: everything at a size that two cores finish in minutes."""
     if model == "tiny":
         sft = SftStage(
-            demonstrations=48, max_epochs=3, validation_count=4, train=TrainConfig(learning_rate=3e-3)
+            demonstrations=48,
+            max_epochs=10,
+            patience=10,
+            validation_count=2,
+            train=TrainConfig(learning_rate=3e-3),
         )
         stages: list[SftStage | RejectStage | RlStage | ControlStage] = [
             sft,

@@ -70,7 +70,7 @@ def resume_run(path: Path, observer: Observer | None = None) -> RunResult:
 
 async def _run(folder: RunFolder, recipe: Recipe, model: Path, observer: Observer) -> RunResult:
     folder.require_space()
-    ledger = Ledger.open(folder.ledger, digest=recipe.digest())
+    ledger = Ledger.open(folder.ledger, digest=folder.digest)
     try:
         done = [stage.name for stage in recipe.stages if ledger.stage_done(stage.name)]
         start = folder.checkpoint(done[-1]) if done else model
