@@ -128,9 +128,9 @@ async def _ours() -> None:
     from lehr.core.trace import Version
     from lehr.engine.local import open_engine
     from lehr.engine.native.settings import NativeConfig
+    from lehr.model.memory import keep_freed_memory
     from lehr.model.tokenizer import load_tokenizer
     from lehr.train.base import TrainConfig
-    from lehr.train.memory import keep_freed_memory
     from lehr.train.trainer import LocalTrainer
 
     job = json.loads(sys.stdin.readline())
