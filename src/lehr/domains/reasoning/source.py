@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
@@ -85,7 +86,9 @@ def kind_of(name: str) -> str:
 @cache
 def _dataset(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
     try:
-        reasoning_gym: Any = importlib.import_module("reasoning_gym")
+        with warnings.catch_warnings():  # its dependencies warn about their own syntax when first compiled
+            warnings.simplefilter("ignore", SyntaxWarning)
+            reasoning_gym: Any = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise MissingDependency(
             "the package reasoning-gym is not installed", hint="`pip install reasoning-gym==0.1.25`"
