@@ -73,7 +73,7 @@ class RlStage(Config):
     type: Literal["rl"] = "rl"
     name: str = "rl"
     steps: int = Field(default=12, ge=1)
-    groups_per_batch: int = Field(default=6, ge=1)
+    groups_per_batch: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=2)
     staleness_bound: int = Field(default=1, ge=0)
     """Batches that may be started ahead of the weights; 0 is synchronous."""
@@ -88,7 +88,7 @@ class RlStage(Config):
     """Steps between checkpoints."""
     time_limit_s: float | None = Field(default=None, gt=0)
     """Start no further step after this many seconds of the stage."""
-    train: TrainConfig = TrainConfig(learning_rate=3e-5)
+    train: TrainConfig = TrainConfig(learning_rate=1e-5)
 
 
 class ControlStage(Config):
