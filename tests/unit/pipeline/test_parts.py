@@ -1,0 +1,90 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from lehr.core.clock import VirtualClock
+from lehr.core.errors import ConfigError
+from lehr.pipeline.cores import divide
+from lehr.pipeline.folder import RunFolder
+from lehr.pipeline.metrics import BusyMeter, MetricsWriter
+from lehr.pipeline.recipe import ControlStage, Recipe, RlStage, SftStage, quickstart_recipe
+
+
+def test_cores_are_divided_and_none_is_shared_while_both_work():
+    division = divide((0, 1, 2))
+    assert division.sampling.cores == division.training.cores == (0, 1, 2)
+    assert set(division.shared_sampling.cores) & set(division.shared_training.cores) == set()
+    assert division.shared_sampling.threads + division.shared_training.threads == 3
+
+
+def test_a_single_core_is_shared():
+    assert divide((4,)).shared_training.cores == divide((4,)).shared_sampling.cores == (4,)
+
+
+def test_overlapping_work_counts_once():
+    clock = VirtualClock()
+    busy = BusyMeter(clock)
+    with busy():
+        clock.advance(2)
+        with busy():
+            clock.advance(3)
+        assert busy.seconds == 5
+    clock.advance(10)
+    assert busy.seconds == 5
+
+
+def test_a_line_that_a_crash_cut_is_not_continued(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"t": 1, "sta')
+    writer = MetricsWriter(path)
+    writer.write("rl", 3, {"loss": 0.5, "broken": float("nan")})
+    writer.close()
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert (last["stage"], last["step"], last["loss"]) == ("rl", 3, 0.5)
+    assert "broken" not in last
+
+
+def test_a_run_folder_is_written_once_and_refuses_edits(tmp_path: Path):
+    recipe = quickstart_recipe("tiny")
+    folder = RunFolder.create(tmp_path / "run", recipe)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        RunFolder.create(tmp_path / "run", recipe)
+    opened, again = RunFolder.open(tmp_path / "run")
+    assert (again, opened.digest) == (recipe, folder.digest)
+    folder.config.write_text(folder.config.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(ConfigError, match="was edited"):
+        RunFolder.open(tmp_path / "run")
+
+
+def test_a_run_of_an_older_version_opens_under_the_digest_that_it_recorded(tmp_path: Path):
+    folder = RunFolder.create(tmp_path / "run", quickstart_recipe("tiny"))
+    body = json.loads(folder.config.read_text())
+    del body["recipe"]["evaluation"]["base_count"]
+    from lehr.core.config import digest_of
+
+    body["digest"] = digest_of(body["recipe"])
+    folder.config.write_text(json.dumps(body))
+    opened, recipe = RunFolder.open(tmp_path / "run")
+    assert opened.digest == body["digest"] != recipe.digest()
+
+
+def test_published_weights_that_a_killed_run_left_are_removed(tmp_path: Path):
+    folder = RunFolder.create(tmp_path / "run", quickstart_recipe("tiny"))
+    weights = folder.weights(1000)
+    (weights / "left").write_text("x")
+    assert folder.weights(1000) == weights
+    assert list(weights.iterdir()) == []
+    weights.rmdir()
+
+
+def test_weights_too_large_for_memory_lie_in_the_run(tmp_path: Path):
+    folder = RunFolder.create(tmp_path / "run", quickstart_recipe("tiny"))
+    assert folder.weights(1 << 60).is_relative_to(tmp_path)
+
+
+def test_a_control_needs_the_stages_that_it_matches():
+    with pytest.raises(ValueError, match="needs reject, rl before it"):
+        Recipe(stages=(SftStage(), ControlStage()))
+    with pytest.raises(ValueError, match="must be unique"):
+        Recipe(stages=(RlStage(name="a"), RlStage(name="a")))
