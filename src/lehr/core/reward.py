@@ -18,6 +18,9 @@ InvalidReason = Literal[
     "cancelled",
 ]
 
+Credit = Literal["value", "passed"]
+"""What a gradient is taken from: the reward as it is, or 1 for a solved task and 0 for any other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Valid:
@@ -33,6 +36,10 @@ class Valid:
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     turns: tuple[float, ...] | None = None
     passed: bool = False
+
+    def credit(self, kind: Credit) -> float:
+        """Return the number that advantages are computed from."""
+        return float(self.passed) if kind == "passed" else self.value
 
 
 @dataclass(frozen=True, slots=True)

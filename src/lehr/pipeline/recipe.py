@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lehr.core.config import Config
+from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
 from lehr.train.base import TrainConfig
 
@@ -39,15 +40,15 @@ class SftStage(Config):
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: int = Field(default=120, ge=1)
+    demonstrations: int = Field(default=60, ge=1)
     """Over all domains, divided evenly."""
-    max_epochs: int = Field(default=3, ge=1)
+    max_epochs: int = Field(default=6, ge=1)
     batch_size: int = Field(default=16, ge=1)
     patience: int = Field(default=1, ge=1)
     """Epochs without a better validation rate after which the stage ends with the best weights."""
-    validation_count: int = Field(default=16, ge=1)
+    validation_count: int = Field(default=12, ge=1)
     """Validation tasks per domain, measured after each epoch."""
-    train: TrainConfig = TrainConfig(learning_rate=3e-5)
+    train: TrainConfig = TrainConfig(learning_rate=3e-5, warmup_steps=2)
 
 
 class RejectStage(Config):
@@ -55,7 +56,7 @@ class RejectStage(Config):
 
     type: Literal["reject"] = "reject"
     name: str = "reject"
-    tasks: int = Field(default=24, ge=1)
+    tasks: int = Field(default=96, ge=1)
     """Tasks sampled, over all domains."""
     samples: int = Field(default=4, ge=1)
     """Attempts per task."""
@@ -72,9 +73,14 @@ class RlStage(Config):
 
     type: Literal["rl"] = "rl"
     name: str = "rl"
-    steps: int = Field(default=12, ge=1)
-    groups_per_batch: int = Field(default=8, ge=1)
-    group_size: int = Field(default=8, ge=2)
+    steps: int = Field(default=10, ge=1)
+    groups_per_batch: int = Field(default=16, ge=1)
+    """Different tasks per step. More tasks of fewer attempts carry over to new tasks better than fewer tasks
+    of more attempts at the same cost."""
+    group_size: int = Field(default=4, ge=2)
+    credit: Credit = "passed"
+    """``passed``: only solved tasks are rewarded. ``value``: partial credit counts too, which teaches a task
+    that is never solved, and also whatever half-solves it."""
     staleness_bound: int = Field(default=1, ge=0)
     """Batches that may be started ahead of the weights; 0 is synchronous."""
     temperature: float = Field(default=1.0, gt=0)
@@ -88,7 +94,7 @@ class RlStage(Config):
     """Steps between checkpoints."""
     time_limit_s: float | None = Field(default=None, gt=0)
     """Start no further step after this many seconds of the stage."""
-    train: TrainConfig = TrainConfig(learning_rate=1e-5)
+    train: TrainConfig = TrainConfig(learning_rate=1e-5, warmup_steps=2)
 
 
 class ControlStage(Config):
@@ -154,7 +160,9 @@ def quickstart_recipe(model: str = "smollm2-135m", *, control: bool = False, see
         stages: list[SftStage | RejectStage | RlStage | ControlStage] = [
             sft,
             RejectStage(tasks=6, samples=2, train=TrainConfig(learning_rate=1e-3)),
-            RlStage(steps=4, groups_per_batch=4, group_size=4, checkpoint_every=2, refuse_batches=3),
+            RlStage(
+                steps=4, groups_per_batch=4, group_size=4, credit="value", checkpoint_every=2, refuse_batches=3
+            ),
         ]
         evaluation = EvaluationConfig(count=8)
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lehr.core.batch import Sample
-from lehr.core.reward import Valid
+from lehr.core.reward import Credit, Valid
 from lehr.rollout.base import Group
 from lehr.train.advantages import RunningScale, group_advantages
 
@@ -35,14 +35,14 @@ class DomainScales:
         return scale.value
 
 
-def to_samples(groups: Sequence[Group], scales: DomainScales) -> tuple[Sample, ...]:
+def to_samples(groups: Sequence[Group], scales: DomainScales, credit: Credit = "value") -> tuple[Sample, ...]:
     """Return a sample per segment of every valid member. A trace split into several segments counts once
     in its group's baseline; invalid members count nowhere.
     """
     samples: list[Sample] = []
     for group in groups:
         valid = group.valid
-        rewards = [m.reward.value for m in valid if isinstance(m.reward, Valid)]
+        rewards = [m.reward.credit(credit) for m in valid if isinstance(m.reward, Valid)]
         advantages = group_advantages(rewards)
         scale = scales.observe(group.domain, [float(a) for a in advantages])
         for member, advantage in zip(valid, advantages, strict=True):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lehr.core.reward import Valid
+from lehr.core.reward import Credit, Valid
 from lehr.rollout.base import DropReason, Group
 
 
@@ -29,13 +29,13 @@ class Starved:
     refused: int
 
 
-def teaches(group: Group) -> DropReason | None:
+def teaches(group: Group, credit: Credit = "value") -> DropReason | None:
     """Return None if the group has something to learn from, else the reason why it is dropped.
 
-    A group of equal rewards has zero advantage everywhere; a group with fewer than two valid members has
+    A group of equal credit has zero advantage everywhere; a group with fewer than two valid members has
     no baseline.
     """
-    values = [member.reward.value for member in group.valid if isinstance(member.reward, Valid)]
+    values = [member.reward.credit(credit) for member in group.valid if isinstance(member.reward, Valid)]
     if len(values) < 2:
         return "no_survivors"
     if max(values) - min(values) < 1e-6:
@@ -46,11 +46,15 @@ def teaches(group: Group) -> DropReason | None:
 class Buffer:
     """Takes finished groups, refuses those that teach nothing, hands the rest over in batches.
 
+    credit: what the groups will be trained on.
     on_drop: called once for each refused group, with the reason.
     refuse_limit: refused groups in a row, without one accepted, after which :meth:`take` returns.
     """
 
-    def __init__(self, on_drop: Callable[[Group, DropReason], None], *, refuse_limit: int) -> None:
+    def __init__(
+        self, on_drop: Callable[[Group, DropReason], None], *, refuse_limit: int, credit: Credit = "value"
+    ) -> None:
+        self._credit: Credit = credit
         self._on_drop = on_drop
         self._refuse_limit = refuse_limit
         self._ready: deque[Group] = deque()
@@ -63,7 +67,7 @@ class Buffer:
 
     def put(self, group: Group) -> None:
         """Add a finished group, or drop it if it teaches nothing."""
-        reason = teaches(group)
+        reason = teaches(group, self._credit)
         if reason is not None:
             self._refused_in_row += 1
             self._on_drop(group, reason)

@@ -26,6 +26,8 @@ from lehr.model.tokenizer import ByteTokenizer
 
 SMALL = NativeConfig(max_running=4, cache_tokens=1024, dtype="float32")
 PROMPT = [*b"What is the capital of France?"]
+ENDLESS = Sampling(temperature=0.0, max_tokens=900)
+"""The small model, greedy, never comes to an end of sequence."""
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +141,11 @@ def test_e11_too_large_fails_alone_and_cancelling_frees(kind: str, folder: Path,
         with pytest.raises(RequestTooLarge, match="at most 1024 together"):
             await engine.generate([1] * 1000, Sampling(max_tokens=25))
         with pytest.raises(DeadlineExceeded):
-            await engine.generate(PROMPT, Sampling(max_tokens=900, temperature=3.0), timeout_s=0.05)
-        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=900, temperature=3.0)))
-        await asyncio.sleep(0.1)
+            await engine.generate(PROMPT, ENDLESS, timeout_s=0.05)
+        task = asyncio.create_task(engine.generate(PROMPT, ENDLESS))
+        while (await engine.stats()).running == 0:
+            assert not task.done()
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -160,8 +164,7 @@ def test_abort_and_allot_over_the_wire(folder: Path, tmp_path: Path) -> None:
     async def what(engine: Engine) -> None:
         assert isinstance(engine, RemoteEngine)
         await engine.allot(Allotment(1, (0,)))
-        hot = Sampling(max_tokens=900, temperature=3.0)
-        task = asyncio.create_task(engine.generate(PROMPT, hot, session="s"))
+        task = asyncio.create_task(engine.generate(PROMPT, ENDLESS, session="s"))
         for _ in range(200):
             if (await engine.stats()).own_tokens:
                 break

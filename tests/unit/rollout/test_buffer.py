@@ -39,6 +39,16 @@ def test_r17_invalid_members_are_not_zeros():
     assert teaches(group("a", 1.0, None)) == "no_survivors"
 
 
+def test_by_passing_alone_partial_credit_is_no_difference():
+    half = group("a", 0.2, 0.6)
+    assert teaches(half, "value") is None
+    assert teaches(half, "passed") == "no_variance"
+    members = (member("b", 0, Valid(0.9, passed=False)), member("b", 1, Valid(0.9, passed=True)))
+    mixed = Group("b", "d", "t", members)
+    assert teaches(mixed, "value") == "no_variance"
+    assert teaches(mixed, "passed") is None
+
+
 def test_batches_are_handed_over_oldest_first():
     async def scenario() -> None:
         buffer = Buffer(lambda g, r: None, refuse_limit=9)

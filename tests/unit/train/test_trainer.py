@@ -13,8 +13,11 @@ from transformers import AutoModelForCausalLM
 from lehr.core.batch import Batch
 from lehr.core.errors import ConfigError, Diverged
 from lehr.core.protocols import ListRecorder
-from lehr.core.trace import Version
+from lehr.core.trace import Sampling, Version
+from lehr.engine.local import open_engine
+from lehr.engine.native.settings import NativeConfig
 from lehr.model.tiny import random_decoder, tiny_config
+from lehr.model.tokenizer import ByteTokenizer
 from lehr.train.base import TrainConfig
 from lehr.train.trainer import LocalTrainer
 
@@ -182,6 +185,31 @@ def test_a_saved_folder_opens_with_transformers(samples, tmp_path):
         logits = model(tokens[None, :-1]).logits[0]
     theirs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
     assert ours == pytest.approx(theirs[torch.from_numpy(sample.own[1:].copy())].numpy(), abs=1e-4)
+
+
+def test_a_trained_folder_answers_in_transformers_as_in_the_engine(samples, tmp_path):
+    trainer = fresh(tokenizer=ByteTokenizer())
+    for number in range(3):
+        step(trainer, samples.group("g", 4), number=number)
+    run(trainer.save(tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    greedy = Sampling(temperature=0.0, max_tokens=24)
+    prompts = [[*text.encode()] for text in ("sort a.txt", "the largest of xs", "Total: 12.50 EUR")]
+
+    async def ours():
+        engine = open_engine(tmp_path / "model", NativeConfig(dtype="float32"), Version(1, 0))
+        try:
+            return await asyncio.gather(*(engine.generate(prompt, greedy) for prompt in prompts))
+        finally:
+            await engine.close()
+
+    for prompt, completion in zip(prompts, run(ours()), strict=True):
+        tokens = completion.tokens.tolist()
+        ids = torch.tensor([prompt])
+        theirs = model.generate(
+            ids, do_sample=False, max_new_tokens=len(tokens), eos_token_id=None, pad_token_id=0
+        )
+        assert tokens == theirs[0, len(prompt) :].tolist()
 
 
 def test_published_weights_are_complete_digested_and_few(tmp_path):

@@ -49,7 +49,9 @@ class _RlRun:
         )
         self.admission = Admission(bound=stage.staleness_bound, groups_per_batch=stage.groups_per_batch)
         self.scales = DomainScales({})
-        self.buffer = Buffer(self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch)
+        self.buffer = Buffer(
+            self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, credit=stage.credit
+        )
         self.dispatcher = Dispatcher(
             self._plan,
             self._run_group,
@@ -160,7 +162,7 @@ class _RlRun:
         )
 
     async def _apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        batch = Batch(step, "policy_gradient", to_samples(groups, self.scales))
+        batch = Batch(step, "policy_gradient", to_samples(groups, self.scales, self.stage.credit))
         result = await self.ctx.trainer.step(batch)
         return dict(result.metrics)
 

@@ -17,6 +17,8 @@ FRAMES: dict[Split, tuple[str, ...]] = {
         "Write {call} returning {what}.",
         "Define {call}: it returns {what}.",
         "{call} should return {what}.",
+        "I need a function {call} for {what}.",
+        "{call}: {what}.",
     ),
     "validation": ("Implement {call} to return {what}.",),
     "heldout": ("Write a function {call} that gives {what}.", "Code {call}; the result is {what}."),
@@ -31,7 +33,7 @@ WORDS = (
     "mine", "sense", "to", "owl", "latin", "error", "level", "open", "sail", "Rome",
 )  # fmt: skip
 TESTS = 8
-LEVEL_SHARES = (45, 40, 15)
+LEVEL_SHARES = (60, 35, 5)
 
 
 class FunctionSource:
@@ -68,17 +70,10 @@ def inputs(rng: random.Random, drawn: Sketch) -> list[Any]:
     """Return the arguments of the hidden tests: the empty one, values around the constants, random ones."""
     k = next((c for c in drawn.constants if isinstance(c, int)), 3)
     letter = next((c for c in drawn.constants if isinstance(c, str)), "a")
-    if drawn.family == "range":
-        return [0, 1, 2, *rng.sample(range(5, 25), TESTS - 3)]
     if drawn.family == "numbers":
         near = [k - 1, k, k + 1, 0, 1, -1, -k, 2 * k]
         return [[], [k], near, near[::-1]] + [
             [rng.randint(-12, 20) for _ in range(rng.randint(4, 9))] for _ in range(TESTS - 4)
-        ]
-    if drawn.family == "dict":
-        near = {"a": k, "b": k - 1, "c": k + 1, "d": 0, "e": -k, "g": -1, "h": 1}
-        return [{}, {"x": 2 * k}, near] + [
-            {rng.choice(WORDS): rng.randint(-9, 15) for _ in range(rng.randint(3, 7))} for _ in range(TESTS - 3)
         ]
     seeded = [
         letter,

@@ -14,34 +14,34 @@ SYMBOLS = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥"}
 MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 LABELS: dict[Split, Mapping[str, tuple[str, ...]]] = {
     "train": {
-        "number": ("Invoice", "Invoice no.", "Ref"),
-        "date": ("Date", "Issued"),
-        "customer": ("Bill to", "Customer"),
-        "total": ("Total", "Amount due", "Balance due"),
-        "tax": ("Tax", "VAT"),
+        "number": ("Invoice", "Invoice no.", "Ref", "Number", "Invoice #", "Our ref."),
+        "date": ("Date", "Issued", "Invoice date", "Billed on", "Day"),
+        "customer": ("Bill to", "Customer", "Client", "Billed to", "Name"),
+        "total": ("Total", "Amount due", "Balance due", "Total due", "To pay", "Please pay"),
+        "tax": ("Tax", "VAT", "GST", "Tax total", "incl. VAT"),
     },
     "validation": {
         "number": ("Invoice number",),
-        "date": ("Invoice date",),
-        "customer": ("Client",),
-        "total": ("Total due",),
+        "date": ("Date of invoice",),
+        "customer": ("Buyer",),
+        "total": ("Total to pay",),
         "tax": ("Sales tax",),
     },
     "heldout": {
-        "number": ("Document no.", "Inv."),
+        "number": ("Document no.", "Inv. no."),
         "date": ("Dated", "Issue date"),
-        "customer": ("Sold to", "For"),
+        "customer": ("Sold to", "Account"),
         "total": ("Grand total", "Total payable"),
         "tax": ("VAT amount", "Tax amount"),
     },
 }
 DISTRACTORS: dict[Split, tuple[str, ...]] = {
-    "train": ("Subtotal", "Previous balance", "Discount", "Paid"),
-    "validation": ("Net",),
-    "heldout": ("Net amount", "Last balance", "Shipping"),
+    "train": ("Subtotal", "Previous balance", "Discount", "Paid", "Net", "Deposit", "Freight", "Last invoice"),
+    "validation": ("Before tax", "Credit"),
+    "heldout": ("Net amount", "Old balance", "Shipping"),
 }
 SEPARATORS: dict[Split, tuple[str, ...]] = {
-    "train": (": ", " ", " | "),
+    "train": (": ", " ", " | ", ":  ", " > ", " => "),
     "validation": (" : ",),
     "heldout": (" = ", ":\t", " .. "),
 }

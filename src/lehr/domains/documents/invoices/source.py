@@ -17,9 +17,16 @@ from lehr.domains.splitting import stream
 
 SYSTEM = "Answer with one JSON object."
 ASKS: dict[Split, tuple[str, ...]] = {
-    "train": ("Give {keys} as JSON.", "JSON with {keys}:"),
+    "train": (
+        "Give {keys} as JSON.",
+        "JSON with {keys}:",
+        "Extract {keys}.",
+        "What are {keys}? Use JSON.",
+        "Write a JSON object of {keys}.",
+        "Fields: {keys}",
+    ),
     "validation": ("Extract {keys} as JSON.",),
-    "heldout": ("Return JSON holding {keys}.", "As a JSON object: {keys}."),
+    "heldout": ("Return {keys} as JSON.", "JSON object of {keys}, please."),
 }
 NAMES: dict[Split, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (
@@ -34,7 +41,7 @@ PREFIXES: dict[Split, tuple[str, ...]] = {
     "validation": ("V-",),
     "heldout": ("DOC-", "B", "K-", "70"),
 }
-LEVEL_SHARES = (40, 35, 25)
+LEVEL_SHARES = (50, 35, 15)
 
 
 class InvoiceSource:
@@ -48,7 +55,8 @@ class InvoiceSource:
         facts = _facts(rng, split)
         asked = _asked(rng, level)
         text = layouts.render(rng, split, _lines(rng, split, style, facts, asked))
-        user = f"{text}\n{rng.choice(ASKS[split]).format(keys=', '.join(asked))}"
+        keys = ", ".join(json.dumps(key) for key in asked)
+        user = f"{text}\n{rng.choice(ASKS[split]).format(keys=keys)}"
         task = task_of(card, split, index, system=SYSTEM, user=user, level=level)
         fields = {key: _field(key, facts) for key in asked}
         return Problem(task, Gold((_gold(asked, facts),), {"fields": fields}))

@@ -1,12 +1,13 @@
-"""Single jobs on a folder of files: words, commands, and what they do to the files."""
+"""Jobs on a folder of files: what each is called, its commands, and what they do to the files."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lehr.core.task import Split
+from lehr.domains.terminal.files.phrases import PHRASES
 
 Files = dict[str, str]
 
@@ -80,40 +81,31 @@ class Job:
     turns: tuple[str, ...]
 
 
-def _say(scene: Scene, phrases: Mapping[Split, str], **names: object) -> str:
-    return phrases[scene.split].format(**names)
-
-
-def _phrases(train: str, validation: str, heldout: str) -> dict[Split, str]:
-    return {"train": train, "validation": validation, "heldout": heldout}
+def _job(scene: Scene, name: str, *turns: str, **names: object) -> Job:
+    """Word the job in one of the split's phrases, and fill names into its turns."""
+    said = scene.rng.choice(PHRASES[name][scene.split])
+    return Job(said.format(**names), tuple(turn.format(**names) for turn in turns))
 
 
 def create(scene: Scene) -> Job:
     """Write words into a new file."""
     name, text = scene.name(), f"{scene.word()} {scene.word()}"
     scene.files[name] = text + "\n"
-    said = _phrases(
-        "create {n} containing {t}", "write {t} into a new file {n}", "create the file {n} with the text {t}"
-    )
-    return Job(_say(scene, said, n=name, t=text), (f'echo "{text}" > {name}',))
+    return _job(scene, "create", 'echo "{t}" > {n}', n=name, t=text)
 
 
 def append(scene: Scene) -> Job:
     """Add a line at the end of a file."""
     name, word = scene.add(), scene.word()
     scene.files[name] += word + "\n"
-    said = _phrases(
-        "append the line {w} to {n}", "put the line {w} at the end of {n}", "append {w} as a line to {n}"
-    )
-    return Job(_say(scene, said, n=name, w=word), (f'echo "{word}" >> {name}',))
+    return _job(scene, "append", 'echo "{w}" >> {n}', n=name, w=word)
 
 
 def delete(scene: Scene) -> Job:
     """Remove a file."""
     name = scene.add()
     del scene.files[name]
-    said = _phrases("delete {n}", "erase {n}", "delete the file {n}")
-    return Job(_say(scene, said, n=name), (f"rm {name}",))
+    return _job(scene, "delete", "rm {n}", n=name)
 
 
 def rename(scene: Scene) -> Job:
@@ -121,8 +113,7 @@ def rename(scene: Scene) -> Job:
     old = scene.add()
     new = scene.name()
     scene.files[new] = scene.files.pop(old)
-    said = _phrases("rename {o} to {n}", "give {o} the name {n}", "rename the file {o} as {n}")
-    return Job(_say(scene, said, o=old, n=new), (f"mv {old} {new}",))
+    return _job(scene, "rename", "mv {o} {n}", o=old, n=new)
 
 
 def copy(scene: Scene) -> Job:
@@ -130,93 +121,45 @@ def copy(scene: Scene) -> Job:
     old = scene.add()
     new = scene.name()
     scene.files[new] = scene.files[old]
-    said = _phrases("copy {o} to {n}", "duplicate {o} as {n}", "make a copy of {o} called {n}")
-    return Job(_say(scene, said, o=old, n=new), (f"cp {old} {new}",))
+    return _job(scene, "copy", "cp {o} {n}", o=old, n=new)
 
 
 def move(scene: Scene) -> Job:
     """Move a file into a new folder."""
     name, folder = scene.add(), scene.rng.choice(FOLDERS[scene.split])
     scene.files[f"{folder}/{name}"] = scene.files.pop(name)
-    said = _phrases(
-        "move {n} into a new folder {f}",
-        "put {n} into the new folder {f}",
-        "move {n} to a new folder called {f}",
-    )
-    return Job(_say(scene, said, n=name, f=folder), (f"mkdir -p {folder}\nmv {name} {folder}/",))
+    return _job(scene, "move", "mkdir -p {f}\nmv {n} {f}/", n=name, f=folder)
 
 
 def _derive(
     scene: Scene,
-    phrases: Mapping[Split, str],
+    name: str,
     command: str,
     result: Callable[[list[str]], list[str]],
+    source: str | None = None,
     **names: object,
 ) -> Job:
     """Make a job that reads ``{a}`` (a new file unless given) and writes what it yields to ``{b}``."""
-    source = str(names.get("a") or scene.add(lines=scene.rng.randint(4, 5)))
+    source = source or scene.add(lines=scene.rng.randint(4, 5))
     target = scene.name()
-    names = {**names, "a": source, "b": target}
     scene.files[target] = "".join(f"{row}\n" for row in result(scene.files[source].splitlines()))
-    return Job(_say(scene, phrases, **names), (command.format(**names),))
+    return _job(scene, name, command, a=source, b=target, **names)
 
 
 def count(scene: Scene) -> Job:
     """Count lines."""
-    said = _phrases(
-        "write the number of lines of {a} to {b}",
-        "count the lines of {a} into {b}",
-        "save the number of lines of {a} in {b}",
-    )
-    return _derive(scene, said, "wc -l < {a} > {b}", lambda rows: [str(len(rows))])
+    return _derive(scene, "count", "wc -l < {a} > {b}", lambda rows: [str(len(rows))])
 
 
 def sort(scene: Scene) -> Job:
     """Sort lines."""
-    said = _phrases(
-        "sort {a} into {b}", "put the sorted lines of {a} in {b}", "write the lines of {a}, sorted, to {b}"
-    )
-    return _derive(scene, said, "sort {a} > {b}", sorted)
-
-
-def backwards(scene: Scene) -> Job:
-    """Sort lines the other way round."""
-    said = _phrases(
-        "sort {a} in reverse into {b}",
-        "put the reverse sorted lines of {a} in {b}",
-        "write the lines of {a}, sorted in reverse, to {b}",
-    )
-    return _derive(scene, said, "sort -r {a} > {b}", lambda rows: sorted(rows, reverse=True))
+    return _derive(scene, "sort", "sort {a} > {b}", sorted)
 
 
 def head(scene: Scene) -> Job:
     """Take the first lines."""
     k = scene.rng.randint(2, 3)
-    said = _phrases(
-        "write the first {k} lines of {a} to {b}",
-        "put {k} top lines of {a} in {b}",
-        "save the first {k} lines of {a} as {b}",
-    )
-    return _derive(scene, said, "head -n {k} {a} > {b}", lambda rows: rows[:k], k=k)
-
-
-def tail(scene: Scene) -> Job:
-    """Take the last lines."""
-    k = scene.rng.randint(2, 3)
-    said = _phrases(
-        "write the last {k} lines of {a} to {b}",
-        "put {k} end lines of {a} in {b}",
-        "save the last {k} lines of {a} as {b}",
-    )
-    return _derive(scene, said, "tail -n {k} {a} > {b}", lambda rows: rows[-k:], k=k)
-
-
-def upper(scene: Scene) -> Job:
-    """Turn into upper case."""
-    said = _phrases(
-        "write {a} in upper case to {b}", "put {a} in {b}, all upper case", "save {a} in upper case as {b}"
-    )
-    return _derive(scene, said, "tr a-z A-Z < {a} > {b}", lambda rows: [row.upper() for row in rows])
+    return _derive(scene, "head", "head -n {k} {a} > {b}", lambda rows: rows[:k], k=k)
 
 
 def extract(scene: Scene) -> Job:
@@ -224,28 +167,8 @@ def extract(scene: Scene) -> Job:
     rows = scene.rng.sample(WORDS[scene.split], 4)
     word = scene.rng.choice(rows)
     source = scene.place(scene.name(), [*rows, f"{word} {scene.word()}"])
-    said = _phrases(
-        "write the lines of {a} with {w} to {b}",
-        "put lines with {w} from {a} in {b}",
-        "save the lines of {a} with {w} as {b}",
-    )
     return _derive(
-        scene, said, "grep {w} {a} > {b}", lambda rows: [r for r in rows if word in r], a=source, w=word
-    )
-
-
-def column(scene: Scene) -> Job:
-    """Take a column of a table."""
-    rows = [f"{scene.word()},{scene.rng.randint(1, 99)},{scene.word()}" for _ in range(3)]
-    source = scene.place(scene.name("csv"), rows)
-    k = scene.rng.randint(1, 3)
-    said = _phrases(
-        "write column {k} of {a} to {b}",
-        "put column number {k} of {a} in {b}",
-        "save column {k} of the table {a} as {b}",
-    )
-    return _derive(
-        scene, said, "cut -d, -f{k} {a} > {b}", lambda rows: [r.split(",")[k - 1] for r in rows], a=source, k=k
+        scene, "extract", "grep {w} {a} > {b}", lambda rows: [r for r in rows if word in r], source, w=word
     )
 
 
@@ -254,21 +177,7 @@ def replace(scene: Scene) -> Job:
     name = scene.add(lines=4)
     old, new = scene.rng.choice(scene.files[name].splitlines()), scene.word()
     scene.files[name] = scene.files[name].replace(old, new)
-    said = _phrases("replace {o} by {w} in {n}", "turn {o} into {w} in {n}", "replace every {o} by {w} in {n}")
-    return Job(_say(scene, said, o=old, w=new, n=name), (f"sed -i 's/{old}/{new}/g' {name}",))
-
-
-def drop_lines(scene: Scene) -> Job:
-    """Delete the lines with a word."""
-    name = scene.add(lines=4)
-    word = scene.rng.choice(scene.files[name].splitlines())
-    scene.files[name] = "".join(f"{r}\n" for r in scene.files[name].splitlines() if word not in r)
-    said = _phrases(
-        "delete the lines with {w} from {n}",
-        "erase lines with {w} in {n}",
-        "delete from {n} every line with {w}",
-    )
-    return Job(_say(scene, said, w=word, n=name), (f"sed -i '/{word}/d' {name}",))
+    return _job(scene, "replace", "sed -i 's/{o}/{w}/g' {n}", o=old, w=new, n=name)
 
 
 def _hidden(scene: Scene) -> tuple[str, str]:
@@ -282,12 +191,7 @@ def find_and_delete(scene: Scene) -> Job:
     """Find the file with a word, then delete it."""
     word, target = _hidden(scene)
     del scene.files[target]
-    said = _phrases(
-        "delete the file that contains {w}",
-        "erase whichever file has {w} in it",
-        "find the file that contains {w} and delete it",
-    )
-    return Job(_say(scene, said, w=word), (f"grep -l {word} *", f"rm {target}"))
+    return _job(scene, "find_and_delete", "grep -l {w} *", "rm {o}", w=word, o=target)
 
 
 def find_and_rename(scene: Scene) -> Job:
@@ -295,12 +199,7 @@ def find_and_rename(scene: Scene) -> Job:
     word, target = _hidden(scene)
     new = scene.name("md")
     scene.files[new] = scene.files.pop(target)
-    said = _phrases(
-        "rename the file that contains {w} to {n}",
-        "give the name {n} to whichever file has {w} in it",
-        "find the file that contains {w} and rename it to {n}",
-    )
-    return Job(_say(scene, said, w=word, n=new), (f"grep -l {word} *", f"mv {target} {new}"))
+    return _job(scene, "find_and_rename", "grep -l {w} *", "mv {o} {n}", w=word, o=target, n=new)
 
 
 def find_and_append(scene: Scene) -> Job:
@@ -308,16 +207,10 @@ def find_and_append(scene: Scene) -> Job:
     word, target = _hidden(scene)
     line = scene.word()
     scene.files[target] += f"{line}\n"
-    said = _phrases(
-        "append the line {l} to the file that contains {w}",
-        "put the line {l} at the end of whichever file has {w} in it",
-        "find the file that contains {w} and append the line {l}",
-    )
-    return Job(_say(scene, said, w=word, l=line), (f"grep -l {word} *", f'echo "{line}" >> {target}'))
+    return _job(scene, "find_and_append", "grep -l {w} *", 'echo "{l}" >> {o}', w=word, o=target, l=line)
 
 
 SINGLE: tuple[Callable[[Scene], Job], ...] = (
-    create, append, delete, rename, copy, move, count, sort, backwards, head, tail, upper, extract, column,
-    replace, drop_lines,
+    create, append, delete, rename, copy, move, count, sort, head, extract, replace,
 )  # fmt: skip
 LOOKING: tuple[Callable[[Scene], Job], ...] = (find_and_delete, find_and_rename, find_and_append)

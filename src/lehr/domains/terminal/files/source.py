@@ -12,8 +12,12 @@ from lehr.domains.splitting import draw_for, stream
 from lehr.domains.terminal.files import jobs
 
 SYSTEM = "Answer with one sh block, or DONE."
-JOINTS: dict[Split, str] = {"train": ", then ", "validation": "; afterwards ", "heldout": ", and then "}
-LEVEL_SHARES = (55, 15, 30)
+JOINTS: dict[Split, tuple[str, ...]] = {
+    "train": (", then ", "; then ", ". Next, ", ", and "),
+    "validation": ("; afterwards ",),
+    "heldout": (", and then ", ". Then "),
+}
+LEVEL_SHARES = (65, 5, 30)
 
 Chosen = tuple[Callable[[jobs.Scene], jobs.Job], ...]
 
@@ -27,7 +31,7 @@ class FileSource:
         rng, chosen = draw_for(card.id, split, index, lambda rng: _draw(rng, level))
         scene = jobs.Scene(rng, split)
         done = [job(scene) for job in chosen]
-        said = JOINTS[split].join(job.text for job in done)
+        said = rng.choice(JOINTS[split]).join(job.text for job in done)
         listing = ", ".join(sorted(scene.start)) or "none"
         user = f"Files: {listing}. {said[0].upper()}{said[1:]}."
         task = task_of(card, split, index, system=SYSTEM, user=user, level=level, files=scene.start)
