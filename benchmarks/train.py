@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ HERE = Path(__file__).parent
 PINS = ("trl==1.16.0", "torch==2.13.0")
 PROMPTS, GROUP, NEW_TOKENS = 8, 8, 32
 ROUNDS = 3
+ANSWER_S = 900
+"""Seconds that a measured step may take."""
 
 
 def rows() -> Iterator[Row]:
@@ -112,6 +115,9 @@ class Worker:
 
     def _hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
+            self.close()
+            raise RuntimeError(f"{self._process.args} gave no answer within {ANSWER_S} s")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}")

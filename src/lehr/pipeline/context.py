@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lehr.cluster.base import Handle
+from lehr.core.batch import Manifest
 from lehr.core.trace import Sampling, Version
 from lehr.domains.catalogue import Domain
 from lehr.engine.remote import RemoteEngine
@@ -45,6 +46,9 @@ class Context:
     observer: Observer
     division: Division
     published: int = 0
+    """The number of the newest weights that the trainer wrote out."""
+    in_force: int = 0
+    """The number of the weights that the engine samples from."""
     spent_s: dict[str, float] = field(default_factory=dict[str, float])
 
     async def allot(self, engine: Allotment | None = None, trainer: Allotment | None = None) -> None:
@@ -56,12 +60,20 @@ class Context:
 
     async def sync_weights(self) -> Version:
         """Publish the trainer's weights and put them in force in the engine. Returns their version."""
+        manifest = await self.publish_weights()
+        await self.put_in_force(manifest)
+        return manifest.version
+
+    async def publish_weights(self) -> Manifest:
+        """Write the trainer's weights out. Once this returns, the trainer may change them."""
         self.published += 1
-        version = Version(self.ledger.incarnation, self.published)
-        manifest = await self.trainer.publish(version)
+        return await self.trainer.publish(Version(self.ledger.incarnation, self.published))
+
+    async def put_in_force(self, manifest: Manifest) -> None:
+        """Let the engine sample from published weights."""
         await self.engine.fetch(manifest)
-        await self.engine.activate(version)
-        return version
+        await self.engine.activate(manifest.version)
+        self.in_force = manifest.version.n
 
     def keep(self, value: Any) -> str:
         """Store ``value`` (a trace, a set of demonstrations) as a blob and return its digest."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lehr.core.batch import Batch
+from lehr.core.batch import Batch, Manifest
 from lehr.core.reward import Valid
 from lehr.core.trace import Sampling, Version
 from lehr.ledger.rows import ResumeView
@@ -64,6 +64,7 @@ class _RlRun:
         self.recent: list[Group] = []
         self.busy_s = self.verified_s = 0.0
         self.own_tokens = 0
+        self.syncing: asyncio.Task[None] | None = None
 
     async def run(self, start: Path) -> None:
         ctx, stage = self.ctx, self.stage
@@ -79,7 +80,8 @@ class _RlRun:
             await self._steps(first)
         finally:
             self.dispatcher.stop()
-            await asyncio.gather(dispatching, return_exceptions=True)
+            pending = [task for task in (dispatching, self.syncing) if task is not None]
+            await asyncio.gather(*pending, return_exceptions=True)
         for group in ctx.ledger.open_groups(stage.name):
             ctx.ledger.drop_group(group.id, "stage_over")
 
@@ -117,6 +119,7 @@ class _RlRun:
                 self.dispatcher.release(len(filled.groups) - stage.groups_per_batch)
             if step % stage.checkpoint_every == 0 and step < stage.steps:
                 await self._checkpoint(step)
+        await self._synced()
 
     async def _step(self, step: int, groups: Sequence[Group], waited_s: float) -> None:
         ctx, stage = self.ctx, self.stage
@@ -126,8 +129,8 @@ class _RlRun:
         result = await self._apply(step, groups)
         trained_s = time.monotonic() - begun
         ctx.ledger.mark_trained(stage.name, step)
-        await ctx.sync_weights()
-        self.dispatcher.advance(step)
+        await self._synced()
+        self.syncing = asyncio.create_task(self._put_in_force(step, await ctx.publish_weights()))
         stats, verified_s = await ctx.engine.stats(), ctx.verifying.seconds
         sampling_s = stats.busy_s - self.busy_s
         tokens_per_s = (stats.own_tokens - self.own_tokens) / sampling_s if sampling_s > 0 else 0.0
@@ -160,6 +163,20 @@ class _RlRun:
                 if "/" in name and f"{stage.name}/pass/{name}" in values
             },
         )
+
+    async def _put_in_force(self, step: int, manifest: Manifest) -> None:
+        """The engine takes over the weights of ``step`` while the trainer goes on with the next one."""
+        try:
+            await self.ctx.put_in_force(manifest)
+        except Exception as error:
+            self.buffer.fail(error)  # no work would be admitted any more
+            raise
+        self.dispatcher.advance(step)
+
+    async def _synced(self) -> None:
+        if self.syncing is not None:
+            await self.syncing
+            self.syncing = None
 
     async def _apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         batch = Batch(step, "policy_gradient", to_samples(groups, self.scales, self.stage.credit))
@@ -195,7 +212,7 @@ class _RlRun:
             task_id=problem.task.id,
             split=draw.split,
             index=draw.index,
-            version=Version(self.ctx.ledger.incarnation, self.ctx.published),
+            version=Version(self.ctx.ledger.incarnation, self.ctx.in_force),
             scheduler=self.scheduler.state(),
         )
         self.ctx.ledger.start_group(group_id)
