@@ -40,15 +40,15 @@ class SftStage(Config):
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: int = Field(default=60, ge=1)
+    demonstrations: int = Field(default=96, ge=1)
     """Over all domains, divided evenly."""
     max_epochs: int = Field(default=6, ge=1)
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=8, ge=1)
     patience: int = Field(default=1, ge=1)
     """Epochs without a better validation rate after which the stage ends with the best weights."""
     validation_count: int = Field(default=12, ge=1)
     """Validation tasks per domain, measured after each epoch."""
-    train: TrainConfig = TrainConfig(learning_rate=3e-5, warmup_steps=2)
+    train: TrainConfig = TrainConfig(warmup_steps=2)
 
 
 class RejectStage(Config):
@@ -73,14 +73,14 @@ class RlStage(Config):
 
     type: Literal["rl"] = "rl"
     name: str = "rl"
-    steps: int = Field(default=10, ge=1)
+    steps: int = Field(default=9, ge=1)
     groups_per_batch: int = Field(default=16, ge=1)
     """Different tasks per step. More tasks of fewer attempts carry over to new tasks better than fewer tasks
     of more attempts at the same cost."""
     group_size: int = Field(default=4, ge=2)
-    credit: Credit = "passed"
-    """``passed``: only solved tasks are rewarded. ``value``: partial credit counts too, which teaches a task
-    that is never solved, and also whatever half-solves it."""
+    credit: Credit = "value"
+    """``value``: partial credit counts, which teaches tasks that are never solved whole, and also whatever
+    half-solves the others. ``passed``: only solved tasks are rewarded."""
     staleness_bound: int = Field(default=1, ge=0)
     """Batches that may be started ahead of the weights; 0 is synchronous."""
     temperature: float = Field(default=1.0, gt=0)
@@ -160,13 +160,11 @@ def quickstart_recipe(model: str = "smollm2-135m", *, control: bool = False, see
         stages: list[SftStage | RejectStage | RlStage | ControlStage] = [
             sft,
             RejectStage(tasks=6, samples=2, train=TrainConfig(learning_rate=1e-3)),
-            RlStage(
-                steps=4, groups_per_batch=4, group_size=4, credit="value", checkpoint_every=2, refuse_batches=3
-            ),
+            RlStage(steps=4, groups_per_batch=4, group_size=4, checkpoint_every=2, refuse_batches=3),
         ]
         evaluation = EvaluationConfig(count=8)
     else:
-        stages = [SftStage(), RejectStage(), RlStage()]
+        stages = [SftStage(), RejectStage(), RlStage(credit="passed")]
         evaluation = EvaluationConfig()
     if control:
         stages.append(ControlStage())

@@ -24,7 +24,7 @@ from lehr.pipeline.records import keep_trace, load_group
 from lehr.pipeline.samples import DomainScales, to_samples
 from lehr.pipeline.stages.rl_metrics import group_metrics
 from lehr.rollout.base import DropReason, Group
-from lehr.rollout.buffer import Buffer, Starved
+from lehr.rollout.buffer import Buffer, Filled, Starved
 from lehr.rollout.dispatcher import Dispatcher
 from lehr.rollout.group import GroupPlan
 from lehr.schedule.admission import Admission
@@ -100,7 +100,7 @@ class _RlRun:
                 ctx.observer.note(f"stopped after {step - 1} steps: the time limit of the stage is reached")
                 break
             waited = time.monotonic()
-            filled = await self.buffer.take(stage.groups_per_batch)
+            filled = await self._take()
             waited = time.monotonic() - waited
             starved = starved + 1 if isinstance(filled, Starved) else 0
             if isinstance(filled, Starved):
@@ -120,6 +120,16 @@ class _RlRun:
             if step % stage.checkpoint_every == 0 and step < stage.steps:
                 await self._checkpoint(step)
         await self._synced()
+
+    async def _take(self) -> Filled | Starved:
+        """Wait for a batch. The engine samples on all cores as long as the trainer has nothing to do."""
+        ctx, count = self.ctx, self.stage.groups_per_batch
+        if len(self.buffer) >= count:
+            return await self.buffer.take(count)
+        await ctx.allot(engine=ctx.division.sampling)
+        filled = await self.buffer.take(count)
+        await ctx.allot(engine=ctx.division.shared_sampling)
+        return filled
 
     async def _step(self, step: int, groups: Sequence[Group], waited_s: float) -> None:
         ctx, stage = self.ctx, self.stage

@@ -14,11 +14,11 @@ SYMBOLS = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥"}
 MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 LABELS: dict[Split, Mapping[str, tuple[str, ...]]] = {
     "train": {
-        "number": ("Invoice", "Invoice no.", "Ref", "Number", "Invoice #", "Our ref."),
-        "date": ("Date", "Issued", "Invoice date", "Billed on", "Day"),
-        "customer": ("Bill to", "Customer", "Client", "Billed to", "Name"),
-        "total": ("Total", "Amount due", "Balance due", "Total due", "To pay", "Please pay"),
-        "tax": ("Tax", "VAT", "GST", "Tax total", "incl. VAT"),
+        "number": ("Invoice", "Invoice no.", "Ref", "Number", "Document no.", "Our ref."),
+        "date": ("Date", "Issued", "Invoice date", "Billed on", "Dated"),
+        "customer": ("Bill to", "Customer", "Client", "Sold to", "Name"),
+        "total": ("Total", "Amount due", "Balance due", "Total due", "To pay", "Please pay", "Grand total"),
+        "tax": ("Tax", "VAT", "GST", "Tax amount", "incl. VAT"),
     },
     "validation": {
         "number": ("Invoice number",),
@@ -28,11 +28,11 @@ LABELS: dict[Split, Mapping[str, tuple[str, ...]]] = {
         "tax": ("Sales tax",),
     },
     "heldout": {
-        "number": ("Document no.", "Inv. no."),
-        "date": ("Dated", "Issue date"),
-        "customer": ("Sold to", "Account"),
-        "total": ("Grand total", "Total payable"),
-        "tax": ("VAT amount", "Tax amount"),
+        "number": ("Invoice #", "Reference"),
+        "date": ("Issue date", "Day of issue"),
+        "customer": ("Billed to", "Account"),
+        "total": ("Total amount", "Amount payable"),
+        "tax": ("VAT amount", "Tax total"),
     },
 }
 DISTRACTORS: dict[Split, tuple[str, ...]] = {
@@ -42,8 +42,8 @@ DISTRACTORS: dict[Split, tuple[str, ...]] = {
 }
 SEPARATORS: dict[Split, tuple[str, ...]] = {
     "train": (": ", " ", " | ", ":  ", " > ", " => "),
-    "validation": (" : ",),
-    "heldout": (" = ", ":\t", " .. "),
+    "validation": (" :  ",),
+    "heldout": (" : ", " = "),
 }
 
 

@@ -26,7 +26,7 @@ ASKS: dict[Split, tuple[str, ...]] = {
         "Fields: {keys}",
     ),
     "validation": ("Extract {keys} as JSON.",),
-    "heldout": ("Return {keys} as JSON.", "JSON object of {keys}, please."),
+    "heldout": ("Return {keys} as JSON.", "Write {keys} as a JSON object."),
 }
 NAMES: dict[Split, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train": (

@@ -17,7 +17,7 @@ JOINTS: dict[Split, tuple[str, ...]] = {
     "validation": ("; afterwards ",),
     "heldout": (", and then ", ". Then "),
 }
-LEVEL_SHARES = (65, 5, 30)
+LEVEL_SHARES = (75, 5, 20)
 
 Chosen = tuple[Callable[[jobs.Scene], jobs.Job], ...]
 
