@@ -40,7 +40,7 @@ class SftStage(Config):
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: int = Field(default=96, ge=1)
+    demonstrations: int = Field(default=48, ge=1)
     """Over all domains, divided evenly."""
     max_epochs: int = Field(default=6, ge=1)
     batch_size: int = Field(default=8, ge=1)
@@ -56,16 +56,16 @@ class RejectStage(Config):
 
     type: Literal["reject"] = "reject"
     name: str = "reject"
-    tasks: int = Field(default=96, ge=1)
+    tasks: int = Field(default=240, ge=1)
     """Tasks sampled, over all domains."""
     samples: int = Field(default=4, ge=1)
     """Attempts per task."""
     temperature: float = Field(default=1.0, gt=0)
-    epochs: int = Field(default=1, ge=1)
-    batch_size: int = Field(default=16, ge=1)
+    epochs: int = Field(default=2, ge=1)
+    batch_size: int = Field(default=8, ge=1)
     keep_per_task: int = Field(default=2, ge=1)
     """Distinct passing answers kept of one task, so that easy tasks do not crowd out hard ones."""
-    train: TrainConfig = TrainConfig()
+    train: TrainConfig = TrainConfig(warmup_steps=2)
 
 
 class RlStage(Config):
@@ -73,7 +73,7 @@ class RlStage(Config):
 
     type: Literal["rl"] = "rl"
     name: str = "rl"
-    steps: int = Field(default=9, ge=1)
+    steps: int = Field(default=6, ge=1)
     groups_per_batch: int = Field(default=16, ge=1)
     """Different tasks per step. More tasks of fewer attempts carry over to new tasks better than fewer tasks
     of more attempts at the same cost."""
@@ -164,7 +164,7 @@ def quickstart_recipe(model: str = "smollm2-135m", *, control: bool = False, see
         ]
         evaluation = EvaluationConfig(count=8)
     else:
-        stages = [SftStage(), RejectStage(), RlStage(credit="passed")]
+        stages = [SftStage(), RejectStage(), RlStage(credit="passed", target_pass_rate=0.25)]
         evaluation = EvaluationConfig()
     if control:
         stages.append(ControlStage())
