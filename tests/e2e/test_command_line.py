@@ -74,7 +74,13 @@ def _lehr(folder: Path, *argv: str) -> subprocess.Popen[str]:
         text=True,
         bufsize=1,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=_heed_interrupts,
     )
+
+
+def _heed_interrupts() -> None:
+    """A shell starts background jobs with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def until(process: subprocess.Popen[str], text: str) -> str:
