@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.digest = ""
+        self._lock: int | None = None
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> RunFolder:
@@ -85,19 +87,31 @@ class RunFolder:
 
     def weights(self, model_bytes: int) -> Path:
         """Return an empty folder for published weights: in memory where three sets of ``model_bytes`` fit,
-        else inside the run. Its name follows from the run's path, so that what a killed run left is found.
+        else inside the run. What killed runs left in memory is removed: a folder is locked while its run lives.
         """
-        name = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=6).hexdigest()
-        memory = SHARED_MEMORY / f"lehr-{os.getuid()}-{name}"
-        for old in (memory, self.path / "weights"):
-            shutil.rmtree(old, ignore_errors=True)
+        sweep(SHARED_MEMORY)
+        self.discard_weights()
+        memory, inside = self._weights()
         fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 3 * model_bytes
-        chosen = memory if fits else self.path / "weights"
+        chosen = memory if fits else inside
         try:
             chosen.mkdir(mode=0o700)
+            self._lock = lock(chosen)
         except OSError as error:
             raise out_of_space(error, chosen) from error
         return chosen
+
+    def discard_weights(self) -> None:
+        """Remove the folder of published weights and give up its lock."""
+        for folder in self._weights():
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _weights(self) -> tuple[Path, Path]:
+        name = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=6).hexdigest()
+        return SHARED_MEMORY / f"lehr-{os.getuid()}-{name}", self.path / "weights"
 
     def remove_checkpoint(self, name: str) -> None:
         """Delete an intermediate checkpoint that a newer one replaces."""
@@ -113,6 +127,29 @@ class RunFolder:
                 expected=f"at least {MIN_FREE_BYTES >> 20} MiB",
                 hint="Free some space, or name a folder on another disk.",
             )
+
+
+def lock(folder: Path) -> int | None:
+    """Lock a folder until this process ends; return the descriptor, None if another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sweep(memory: Path) -> None:
+    """Remove this user's folders of published weights that no living run holds."""
+    for old in memory.glob(f"lehr-{os.getuid()}-*"):
+        try:
+            descriptor = lock(old)
+        except OSError:
+            continue  # gone by now, a link, or another user's
+        if descriptor is not None:
+            shutil.rmtree(old, ignore_errors=True)
+            os.close(descriptor)
 
 
 def out_of_space(error: OSError, path: Path) -> OSError:

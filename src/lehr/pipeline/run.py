@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -168,11 +167,11 @@ async def _context(
             division=division,
         )
     finally:
-        await asyncio.shield(_close(cluster, pool, metrics, weights))
+        await asyncio.shield(_close(cluster, pool, metrics, folder))
 
 
-async def _close(cluster: LocalCluster, pool: Pool, metrics: MetricsWriter, weights: Path) -> None:
+async def _close(cluster: LocalCluster, pool: Pool, metrics: MetricsWriter, folder: RunFolder) -> None:
     await cluster.close()
     await pool.close()
     metrics.close()
-    shutil.rmtree(weights, ignore_errors=True)
+    folder.discard_weights()

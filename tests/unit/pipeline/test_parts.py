@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -6,7 +9,7 @@ import pytest
 from lehr.core.clock import VirtualClock
 from lehr.core.errors import ConfigError
 from lehr.pipeline.cores import divide
-from lehr.pipeline.folder import RunFolder
+from lehr.pipeline.folder import RunFolder, sweep
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
 from lehr.pipeline.recipe import ControlStage, Recipe, RlStage, SftStage, quickstart_recipe
 
@@ -88,3 +91,20 @@ def test_a_control_needs_the_stages_that_it_matches():
         Recipe(stages=(SftStage(), ControlStage()))
     with pytest.raises(ValueError, match="must be unique"):
         Recipe(stages=(RlStage(name="a"), RlStage(name="a")))
+
+
+def test_memory_of_a_killed_run_is_found_by_the_next_and_that_of_a_living_one_is_kept(tmp_path: Path):
+    left, living = (tmp_path / f"lehr-{os.getuid()}-{name}" for name in ("left", "living"))
+    for folder in (left, living):
+        folder.mkdir()
+        (folder / "weights-1.safetensors").write_bytes(b"x")
+    code = "import sys, time; from pathlib import Path; from lehr.pipeline.folder import lock; "
+    code += "lock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(living)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
+        sweep(tmp_path)
+        assert living.exists() and not left.exists()
+        holder.kill()
+        holder.wait()
+        sweep(tmp_path)
+        assert not living.exists()
