@@ -68,7 +68,7 @@ def try_run(
 
 
 async def _answers(model: Path, work: Sequence[tuple[Task, Domain | None, int]]) -> list[Said]:
-    async with open_sampler(model) as sampler, asyncio.TaskGroup() as tasks:
+    async with open_sampler(model, engines=1) as sampler, asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(_answer(sampler, *item)) for item in work]
     return [task.result() for task in running]
 

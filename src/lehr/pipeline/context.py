@@ -10,7 +10,8 @@ from lehr.cluster.base import Handle
 from lehr.core.batch import Manifest
 from lehr.core.trace import Sampling, Version
 from lehr.domains.catalogue import Domain
-from lehr.engine.remote import RemoteEngine
+from lehr.engine.messages import Allotment as EngineShare
+from lehr.engine.router import Router
 from lehr.ledger.blobs import BlobStore
 from lehr.ledger.store import Ledger
 from lehr.model.base import Renderer
@@ -36,8 +37,7 @@ class Context:
     domains: Mapping[str, Domain]
     renderer: Renderer
     pool: Pool
-    engine_handle: Handle
-    engine: RemoteEngine
+    engine: Router
     trainer_handle: Handle
     trainer: RemoteTrainer
     runner: GroupRunner
@@ -54,7 +54,7 @@ class Context:
     async def allot(self, engine: Allotment | None = None, trainer: Allotment | None = None) -> None:
         """Give the roles their threads and cores."""
         if engine is not None:
-            await self.engine_handle.call("allot", engine)
+            await self.engine.allot(EngineShare(engine.threads, engine.cores))
         if trainer is not None:
             await self.trainer_handle.call("allot", trainer)
 

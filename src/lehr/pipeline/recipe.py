@@ -127,6 +127,9 @@ class Recipe(Config):
     stages: tuple[Stage, ...] = Field(min_length=1)
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: NativeConfig = NativeConfig()
+    engines: int | None = Field(default=None, ge=1)
+    """Sampling processes; the default is one per core, at most four. They share the cores and the
+    ``cache_tokens`` of ``engine`` evenly, and each runs up to its ``max_running``."""
     sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")

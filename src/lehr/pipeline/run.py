@@ -13,7 +13,6 @@ from typing import Any
 from lehr.cluster.base import Role
 from lehr.cluster.local import LocalCluster
 from lehr.domains.catalogue import open_domain
-from lehr.engine.remote import RemoteEngine
 from lehr.ledger.blobs import BlobStore
 from lehr.ledger.store import Ledger
 from lehr.pipeline.context import Context
@@ -24,7 +23,7 @@ from lehr.pipeline.metrics import BusyMeter, MetricsWriter
 from lehr.pipeline.models import context_tokens, load_renderer, locate_model
 from lehr.pipeline.observer import Observer, Silent
 from lehr.pipeline.recipe import Recipe
-from lehr.pipeline.sampler import engine_role
+from lehr.pipeline.sampler import start_engines
 from lehr.pipeline.stages.control import run_control
 from lehr.pipeline.stages.reject import run_reject
 from lehr.pipeline.stages.rl import run_rl
@@ -140,12 +139,12 @@ async def _context(
             {"model": str(start), "publish_to": str(weights), "seed": recipe.seed},
             threads=division.training.threads,
         )
-        sampler = engine_role(start, recipe.engine, incarnation=ledger.incarnation)
         async with asyncio.TaskGroup() as starting:
-            engine_task = starting.create_task(cluster.start(sampler))
+            engine_task = starting.create_task(
+                start_engines(cluster, start, recipe.engine, recipe.engines, incarnation=ledger.incarnation)
+            )
             trainer_task = starting.create_task(cluster.start(trainer_role))
-        engine_handle, trainer_handle = engine_task.result(), trainer_task.result()
-        engine = RemoteEngine(engine_handle)
+        engine, trainer_handle = engine_task.result(), trainer_task.result()
         agent = AgentLoop(engine, renderer, pool, context_tokens=context_tokens(start))
         observer.finish("start", seconds=round(time.monotonic() - begun, 1))
         yield Context(
@@ -156,7 +155,6 @@ async def _context(
             domains=domains,
             renderer=renderer,
             pool=pool,
-            engine_handle=engine_handle,
             engine=engine,
             trainer_handle=trainer_handle,
             trainer=RemoteTrainer(trainer_handle),

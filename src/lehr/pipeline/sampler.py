@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lehr.cluster.base import Role
+from lehr.cluster.base import Cluster, Role
 from lehr.cluster.local import LocalCluster
+from lehr.engine.messages import Allotment
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.remote import RemoteEngine
+from lehr.engine.router import Router, divided
 from lehr.model.base import Renderer
 from lehr.pipeline.cores import divide
 from lehr.pipeline.models import context_tokens, load_renderer
@@ -21,12 +23,15 @@ from lehr.rollout.agent import AgentLoop
 from lehr.rollout.group import GroupRunner
 from lehr.sandbox.pool import Pool
 
+MOST_ENGINES = 4
+"""Engines that are started unless more are asked for; each holds the weights once, and twice during a swap."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """An engine in its own process, and what turns its tokens into judged attempts."""
+    """Engines in their own processes, and what turns their tokens into judged attempts."""
 
-    engine: RemoteEngine
+    engine: Router
     renderer: Renderer
     pool: Pool
     runner: GroupRunner
@@ -34,27 +39,47 @@ class Sampler:
 
 @asynccontextmanager
 async def open_sampler(
-    model: Path, *, engine: NativeConfig | None = None, sandbox: SandboxConfig | None = None
+    model: Path,
+    *,
+    engine: NativeConfig | None = None,
+    engines: int | None = None,
+    sandbox: SandboxConfig | None = None,
 ) -> AsyncGenerator[Sampler]:
-    """Start an engine on ``model`` with all cores; end it whatever happens."""
+    """Start engines on ``model`` with all cores; end them whatever happens."""
     engine, sandbox = engine or NativeConfig(), sandbox or SandboxConfig()
     with tempfile.TemporaryDirectory(prefix="lehr-") as scratch:
         cluster = LocalCluster(Path(scratch))
         pool = Pool(sandbox.backend, warm=sandbox.warm, limit=sandbox.boxes)
         try:
-            handle = await cluster.start(engine_role(model, engine, incarnation=1))
-            remote = RemoteEngine(handle)
+            router = await start_engines(cluster, model, engine, engines, incarnation=1)
             renderer = load_renderer(model)
-            agent = AgentLoop(remote, renderer, pool, context_tokens=context_tokens(model))
-            yield Sampler(remote, renderer, pool, GroupRunner(agent, pool))
+            agent = AgentLoop(router, renderer, pool, context_tokens=context_tokens(model))
+            yield Sampler(router, renderer, pool, GroupRunner(agent, pool))
         finally:
             await asyncio.shield(_close(cluster, pool))
 
 
-def engine_role(model: Path, config: NativeConfig, *, incarnation: int) -> Role:
-    """Return the role of an embedded engine that begins with the weights of ``model``."""
-    body = {"model": str(model), "native": config.model_dump(), "incarnation": incarnation}
-    return Role("engine", "lehr.engine.role:build", body, threads=divide().sampling.threads)
+async def start_engines(
+    cluster: Cluster, model: Path, config: NativeConfig, count: int | None, *, incarnation: int
+) -> Router:
+    """Start ``count`` embedded engines (one per core, at most ``MOST_ENGINES``, if it is None) that begin with
+    the weights of ``model``. They share the cores and the ``cache_tokens`` of ``config`` evenly.
+    """
+    whole = divide().sampling
+    count = count or min(len(whole.cores), MOST_ENGINES)
+    parts = divided(Allotment(whole.threads, whole.cores), count)
+    native = config.model_copy(update={"cache_tokens": max(16, config.cache_tokens // count)})
+    body = {"model": str(model), "native": native.model_dump(), "incarnation": incarnation}
+    async with asyncio.TaskGroup() as tasks:
+        starting = [
+            tasks.create_task(
+                cluster.start(Role(f"engine-{number}", "lehr.engine.role:build", body, threads=part.threads))
+            )
+            for number, part in enumerate(parts)
+        ]
+    router = Router([RemoteEngine(task.result()) for task in starting])
+    await router.allot(Allotment(whole.threads, whole.cores))
+    return router
 
 
 async def _close(cluster: LocalCluster, pool: Pool) -> None:
