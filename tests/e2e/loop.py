@@ -34,6 +34,7 @@ def recipe(*, steps: int = 6, bound: int = 1) -> Recipe:
                 steps=steps,
                 groups_per_batch=2,
                 group_size=4,
+                passes=2,
                 staleness_bound=bound,
                 checkpoint_every=2,
                 train=TrainConfig(learning_rate=1e-3),

@@ -81,6 +81,13 @@ class RlStage(Config):
     credit: Credit = "value"
     """``value``: partial credit counts, which teaches tasks that are never solved whole, and also whatever
     half-solves the others. ``passed``: only solved tasks are rewarded."""
+    negative_weight: float = Field(default=1.0, ge=0, le=1)
+    """What advantages below zero are multiplied by. At 0 a step learns from what did better than its group and
+    from nothing else: it cannot tear down what it never rebuilds, bears a higher learning rate, and costs
+    half; but nothing keeps entropy up, so that it suits short runs."""
+    passes: int = Field(default=1, ge=1)
+    """Optimiser steps on each batch. More of them get more out of what was sampled; the correction for
+    samples that are off the policy bounds what the later ones can do."""
     staleness_bound: int = Field(default=1, ge=0)
     """Batches that may be started ahead of the weights; 0 is synchronous."""
     temperature: float = Field(default=1.0, gt=0)

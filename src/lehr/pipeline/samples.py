@@ -35,9 +35,12 @@ class DomainScales:
         return scale.value
 
 
-def to_samples(groups: Sequence[Group], scales: DomainScales, credit: Credit = "value") -> tuple[Sample, ...]:
+def to_samples(
+    groups: Sequence[Group], scales: DomainScales, credit: Credit = "value", negative_weight: float = 1.0
+) -> tuple[Sample, ...]:
     """Return a sample per segment of every valid member. A trace split into several segments counts once
-    in its group's baseline; invalid members count nowhere.
+    in its group's baseline; invalid members count nowhere. Advantages below zero are multiplied by
+    ``negative_weight`` after their scale was taken; at 0 such members are left out altogether.
     """
     samples: list[Sample] = []
     for group in groups:
@@ -46,6 +49,10 @@ def to_samples(groups: Sequence[Group], scales: DomainScales, credit: Credit = "
         advantages = group_advantages(rewards)
         scale = scales.observe(group.domain, [float(a) for a in advantages])
         for member, advantage in zip(valid, advantages, strict=True):
+            if advantage < 0:
+                if negative_weight == 0:
+                    continue
+                advantage *= negative_weight
             for segment in member.trace.segments:
                 if not segment.own.any():
                     continue

@@ -1,4 +1,6 @@
-"""What every engine keeps: the native one in this process, and the same one in a process of its own."""
+"""What every engine keeps: the native one in this process, two of them behind a router, and one in a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from lehr.engine.local import open_engine
 from lehr.engine.messages import Allotment
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.remote import RemoteEngine
+from lehr.engine.router import Router
 from lehr.model.checkpoint import file_digest, save_model
 from lehr.model.tiny import random_decoder
 from lehr.model.tokenizer import ByteTokenizer
@@ -39,8 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def opened(kind: str, folder: Path, logs: Path) -> AsyncGenerator[Engine]:
-    if kind == "local":
-        engine = open_engine(folder, SMALL, Version(1, 0))
+    if kind in ("local", "router"):
+        members = [open_engine(folder, SMALL, Version(1, 0)) for _ in range(2 if kind == "router" else 1)]
+        engine = Router(members) if kind == "router" else members[0]
         try:
             yield engine
         finally:
@@ -70,7 +74,7 @@ def check(kind: str, folder: Path, tmp_path: Path, what: Callable[[Engine], Awai
     asyncio.run(asyncio.wait_for(go(), 240))
 
 
-kinds = pytest.mark.parametrize("kind", ["local", "remote"])
+kinds = pytest.mark.parametrize("kind", ["local", "router", "remote"])
 
 
 @kinds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from lehr.core.reward import Valid
 from lehr.core.trace import Sampling
 from lehr.pipeline.context import Context
 from lehr.pipeline.epochs import epoch_batches, steps_per_epoch
-from lehr.pipeline.recipe import RejectStage
+from lehr.pipeline.recipe import RejectStage, Stage
 from lehr.pipeline.records import keep_trace
 from lehr.rollout.base import Group
 from lehr.rollout.group import GroupPlan
@@ -53,7 +54,8 @@ async def _sample(ctx: Context, stage: RejectStage) -> list[Group]:
     await ctx.allot(engine=ctx.division.sampling)
     names = list(ctx.domains)
     plans: list[GroupPlan] = []
-    for position in range(stage.tasks):
+    taken = _taken_before(ctx.recipe.stages, stage.name)
+    for position in range(taken, taken + stage.tasks):
         domain = ctx.domains[names[position % len(names)]]
         index = domain.card.splits.get("train", 0) - 1 - position // len(names)
         if index < 0:
@@ -88,6 +90,12 @@ async def _sample(ctx: Context, stage: RejectStage) -> list[Group]:
         running = [tasks.create_task(one(plan)) for plan in plans]
     ctx.metrics.write(stage.name, 0, {"time/sampling_s": time.monotonic() - begun})
     return [task.result() for task in running]
+
+
+def _taken_before(stages: Sequence[Stage], name: str) -> int:
+    """Return how many tasks earlier stages of this kind took, so that each round has tasks of its own."""
+    earlier = itertools.takewhile(lambda stage: stage.name != name, stages)
+    return sum(stage.tasks for stage in earlier if isinstance(stage, RejectStage))
 
 
 def select(groups: Sequence[Group], keep_per_task: int) -> list[Sample]:

@@ -189,9 +189,13 @@ class _RlRun:
             self.syncing = None
 
     async def _apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        batch = Batch(step, "policy_gradient", to_samples(groups, self.scales, self.stage.credit))
-        result = await self.ctx.trainer.step(batch)
-        return dict(result.metrics)
+        stage = self.stage
+        samples = to_samples(groups, self.scales, stage.credit, stage.negative_weight)
+        batch = Batch(step, "policy_gradient", samples)
+        first = await self.ctx.trainer.step(batch)
+        for _ in range(stage.passes - 1):
+            await self.ctx.trainer.step(batch)
+        return dict(first.metrics)
 
     async def _checkpoint(self, step: int) -> None:
         ctx, stage = self.ctx, self.stage
