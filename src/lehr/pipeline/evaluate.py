@@ -35,7 +35,7 @@ def evaluate_model(
     split: Split = "heldout",
     count: int = 100,
     seed: int = 0,
-    concurrency: int = 64,
+    concurrency: int = 80,
     domain_paths: Sequence[str] = (),
     observer: Observer | None = None,
 ) -> list[Row]:

@@ -20,7 +20,7 @@ class EvaluationConfig(Config):
     base_count: int = Field(default=20, ge=1)
     """Held-out tasks per domain for the base model, at most ``count``. It is no side of a comparison, and
     answers at full length, so that each of its tasks costs several of a trained model's."""
-    concurrency: int = Field(default=64, ge=1)
+    concurrency: int = Field(default=80, ge=1)
     """Episodes at once."""
 
 
@@ -28,7 +28,7 @@ class SandboxConfig(Config):
     """The boxes."""
 
     backend: str = "bwrap"
-    boxes: int = Field(default=80, ge=1)
+    boxes: int = Field(default=96, ge=1)
     """Boxes alive at once. An episode with a shell holds one from its first turn to its last, so there
     should be as many as episodes, and some for the judges."""
     warm: int = Field(default=4, ge=0)
@@ -40,7 +40,7 @@ class SftStage(Config):
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: int = Field(default=48, ge=1)
+    demonstrations: int = Field(default=36, ge=1)
     """Over all domains, divided evenly."""
     max_epochs: int = Field(default=6, ge=1)
     batch_size: int = Field(default=8, ge=1)
@@ -60,7 +60,8 @@ class RejectStage(Config):
     """Tasks sampled, over all domains."""
     samples: int = Field(default=4, ge=1)
     """Attempts per task."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=0.8, gt=0)
+    """Below 1, more tasks are solved at least once, by answers that differ less."""
     epochs: int = Field(default=2, ge=1)
     batch_size: int = Field(default=8, ge=1)
     keep_per_task: int = Field(default=2, ge=1)
@@ -174,7 +175,14 @@ def quickstart_recipe(model: str = "smollm2-135m", *, control: bool = False, see
         ]
         evaluation = EvaluationConfig(count=8)
     else:
-        stages = [SftStage(), RejectStage(), RlStage(credit="passed", target_pass_rate=0.25)]
+        rl = RlStage(
+            steps=4,
+            credit="passed",
+            negative_weight=0.0,
+            target_pass_rate=0.25,
+            train=TrainConfig(learning_rate=2e-5, warmup_steps=2),
+        )
+        stages = [SftStage(), RejectStage(), rl]
         evaluation = EvaluationConfig()
     if control:
         stages.append(ControlStage())

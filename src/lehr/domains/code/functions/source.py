@@ -33,7 +33,7 @@ WORDS = (
     "mine", "sense", "to", "owl", "latin", "error", "level", "open", "sail", "Rome",
 )  # fmt: skip
 TESTS = 8
-LEVEL_SHARES = (65, 31, 4)
+LEVEL_SHARES = (85, 13, 2)
 
 
 class FunctionSource:

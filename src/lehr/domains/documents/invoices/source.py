@@ -41,7 +41,7 @@ PREFIXES: dict[Split, tuple[str, ...]] = {
     "validation": ("V-",),
     "heldout": ("DOC-", "B", "K-", "70"),
 }
-LEVEL_SHARES = (50, 35, 15)
+LEVEL_SHARES = (70, 25, 5)
 
 
 class InvoiceSource:

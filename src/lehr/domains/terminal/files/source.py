@@ -17,7 +17,7 @@ JOINTS: dict[Split, tuple[str, ...]] = {
     "validation": ("; afterwards ",),
     "heldout": (", and then ", ". Then "),
 }
-LEVEL_SHARES = (75, 5, 20)
+LEVEL_SHARES = (88, 4, 8)
 
 Chosen = tuple[Callable[[jobs.Scene], jobs.Job], ...]
 
