@@ -8,10 +8,12 @@ peak that our multiply-adds reach is printed beside it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,10 @@ from typing import Any
 
 from benchmarks.row import Row
 from benchmarks.train import Worker, environment
+
+from lehr.cluster.local import LocalCluster
+from lehr.engine.router import Router
+from lehr.pipeline.sampler import start_engines
 
 HERE = Path(__file__).parent
 PINS = ("transformers==5.24.0", "torch==2.13.0")
@@ -72,43 +78,48 @@ def _encoded(folder: Path) -> list[list[int]]:
     return [renderer.start((Message(role="user", content=text),)) for text in chat_prompts(PROMPTS)]
 
 
-def _ours() -> None:
-    """Our side: the same exchange of lines as the peer's."""
-    import torch
-
-    from lehr.core.trace import Sampling
-    from lehr.engine.native.engine import NativeEngine
+async def _ours() -> None:
+    """Our side: the same exchange of lines as the peer's. Engines as a run starts them, anew for each round so
+    that nothing is cached.
+    """
     from lehr.engine.native.settings import NativeConfig
     from lehr.model.checkpoint import load_decoder
     from lehr.model.dtype import compute_dtype
-    from lehr.model.memory import keep_freed_memory
 
     job = json.loads(sys.stdin.readline())
-    torch.set_num_threads(job["threads"])
-    keep_freed_memory()
     dtype = compute_dtype(job["dtype"])
-    config = NativeConfig(max_running=len(job["prompts"]), token_budget=8192, dtype=job["dtype"])
-
-    def engine() -> NativeEngine:
-        return NativeEngine(load_decoder(Path(job["model"]), dtype), config=config)
-
-    def run(sampler: NativeEngine, count: int) -> dict[str, float]:
-        start, cpu = time.perf_counter(), time.process_time()
-        done = [sampler.submit(prompt, Sampling(max_tokens=count)) for prompt in job["prompts"]]
-        while not sampler.idle:
-            sampler.step()
-        spent = time.perf_counter() - start
-        layers = sum(p.numel() for name, p in shape.to_hf().items() if "layers" in name)
-        head = shape.config.vocab_size * shape.config.hidden_size
-        sampled = sum(request.own for request in done)
-        products = 2e-9 * (layers * sampler.computed_tokens + head * sampled)
-        return {"seconds": spent, "cpu_s": time.process_time() - cpu, "tokens": sampled, "gflops": products}
-
     shape = load_decoder(Path(job["model"]), dtype)
-    run(engine(), 2)
-    print(json.dumps({"ready": "lehr", "torch": torch.__version__, "peak_gflops": _peak(dtype)}), flush=True)
+    layers = sum(p.numel() for name, p in shape.to_hf().items() if "layers" in name)
+    head = shape.config.vocab_size * shape.config.hidden_size
+    print(json.dumps({"ready": "lehr", "peak_gflops": _peak(dtype)}), flush=True)
+    config = NativeConfig(max_running=len(job["prompts"]), token_budget=8192, dtype=job["dtype"])
     for _ in sys.stdin:
-        print(json.dumps(run(engine(), job["new_tokens"])), flush=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            cluster = LocalCluster(Path(scratch))
+            try:
+                engine = await start_engines(cluster, Path(job["model"]), config, None, incarnation=1)
+                answer = await _round(engine, job)
+            finally:
+                await cluster.close()
+        computed, sampled = answer.pop("computed"), answer["tokens"]
+        answer["gflops"] = 2e-9 * (layers * computed + head * sampled)
+        print(json.dumps(answer), flush=True)
+
+
+async def _round(engine: Router, job: dict[str, Any]) -> dict[str, float]:
+    from lehr.core.trace import Sampling
+
+    warm = [[200 + n] * 4 for n in range(8)]
+    await asyncio.gather(*(engine.generate(prompt, Sampling(max_tokens=2)) for prompt in warm))
+    before = await engine.stats()
+    start = time.perf_counter()
+    sampling = Sampling(max_tokens=job["new_tokens"])
+    done = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in job["prompts"]))
+    spent = time.perf_counter() - start
+    after = await engine.stats()
+    sampled = sum(len(completion.tokens) for completion in done)
+    prompts = after.prompt_tokens - before.prompt_tokens - (after.cached_tokens - before.cached_tokens)
+    return {"seconds": spent, "tokens": sampled, "computed": prompts + sampled - len(done)}
 
 
 def _peak(dtype: Any, size: int = 2048) -> float:
@@ -125,4 +136,4 @@ def _peak(dtype: Any, size: int = 2048) -> float:
 
 
 if __name__ == "__main__":
-    _ours()
+    asyncio.run(_ours())

@@ -19,7 +19,7 @@ def group(*rewards: float) -> Group:
             versions=np.where(own, 1, -1).astype(np.int64),
             turns=np.array([1], np.int32),
         )
-        return Judged(Trace(f"t{number}", "task", "g", number, (segment,)), Valid(reward, {}, reward == 1.0))
+        return Judged(Trace(f"t{number}", "task", "g", number, (segment,)), Valid(reward, passed=reward == 1.0))
 
     return Group("g", "d", "task", tuple(member(n, r) for n, r in enumerate(rewards)))
 
