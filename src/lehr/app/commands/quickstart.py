@@ -24,7 +24,7 @@ def quickstart(session: Session, model: str, control: bool, folder: Path | None,
     """The whole loop on a real small model, then a report.
 
     Measures a pretrained model on held-out tasks, teaches it from a few demonstrations, then by
-    reinforcement learning from verified rewards, and measures it again. About 19 minutes on two cores.
+    reinforcement learning from verified rewards, and measures it again. About 16 minutes on two cores.
     """
     from lehr.app.launch import launch, new_folder
     from lehr.app.preflight import require_fit_host
