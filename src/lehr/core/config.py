@@ -98,6 +98,8 @@ def explain(kind: type[BaseModel], error: ValidationError) -> str:
             near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
             meant = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
             lines.append(f"unknown key {path!r}{meant}")
+        elif item["type"] == "tuple_type":
+            lines.append(f"{path}: expected a list in brackets (got {item.get('input')!r})")
         else:
             lines.append(f"{path or 'value'}: {item['msg']} (got {item.get('input')!r})")
     return "\n  ".join(lines)

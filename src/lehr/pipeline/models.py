@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from lehr.core.errors import UnknownName
 from lehr.model.chat import ChatRenderer
 from lehr.model.fetch import MODELS, fetch, home, locate
 from lehr.model.tokenizer import ByteTokenizer, load_tokenizer, read_json
@@ -24,9 +26,23 @@ def locate_model(name: str, observer: Observer) -> Path:
         return _tiny()
     if name in MODELS:
         return fetch(name, observer.note)
+    return _placed(name)
+
+
+def require_model(name: str) -> None:
+    """Raise what :func:`locate_model` would, and fetch nothing."""
+    if name != TINY and name not in MODELS:
+        _placed(name)
+
+
+def _placed(name: str) -> Path:
     path = Path(name).expanduser()
     if (path / "ledger.sqlite").exists():
         return trained_model(path)
+    if not path.exists() and os.sep not in name and not name.startswith((".", "~")):
+        raise UnknownName.among(
+            "model", name, [TINY, *MODELS], hint="A path to a Hugging Face folder works as well."
+        )
     return locate(name)
 
 

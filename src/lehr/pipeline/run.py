@@ -20,7 +20,7 @@ from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.measure import measure
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
-from lehr.pipeline.models import context_tokens, load_renderer, locate_model
+from lehr.pipeline.models import context_tokens, load_renderer, locate_model, require_model
 from lehr.pipeline.observer import Observer, Silent
 from lehr.pipeline.recipe import Recipe
 from lehr.pipeline.sampler import start_engines
@@ -50,9 +50,17 @@ class RunResult:
     seconds: dict[str, float]
 
 
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ``UnknownName`` or ``ConfigError`` for a model or a domain that is not there."""
+    require_model(recipe.model)
+    for name in recipe.domains:
+        open_domain(name, recipe.domain_paths)
+
+
 def start_run(recipe: Recipe, path: Path, observer: Observer | None = None) -> RunResult:
     """Run a recipe in a new folder. Ctrl-C ends it cleanly; :func:`resume_run` goes on."""
     observer = observer or Silent()
+    check_recipe(recipe)
     model = locate_model(recipe.model, observer)
     folder = RunFolder.create(path, recipe)
     return asyncio.run(_run(folder, recipe, model, observer))
@@ -72,6 +80,10 @@ async def _run(folder: RunFolder, recipe: Recipe, model: Path, observer: Observe
     try:
         done = [stage.name for stage in recipe.stages if ledger.stage_done(stage.name)]
         start = folder.checkpoint(done[-1]) if done else model
+        last = recipe.stages[-1]
+        if ledger.stage_done(last.name if last.type == "reject" else f"measure {last.name}"):
+            observer.note(f"{folder.path} is finished; nothing is left to do")
+            return RunResult(folder.path, {s.name: ledger.stage_seconds(s.name) for s in recipe.stages})
         if ledger.incarnation > 1:
             where = f"after stage {done[-1]}" if done else "from the base model"
             observer.note(f"resuming {folder.path} {where}")

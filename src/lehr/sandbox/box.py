@@ -117,11 +117,12 @@ class RunnerBox:
                     answer.exception()
         wall = loop.time() - started
         (stdout, cut), (stderr, cut_err) = (c.take() for c in captures) if captures else ((b"", False),) * 2
-        return self._result(header, watch.reason, meter, wall, wall_s, (stdout, stderr), cut or cut_err)
+        output, truncated = (stdout, stderr), cut or cut_err
+        return self._result(header, watch.reason, meter, wall, wall_s, output, truncated, argv[0])
 
     def _result(
         self, header: dict[str, Any], reason: str, meter: Meter, wall: float, wall_s: float,
-        output: tuple[bytes, bytes], truncated: bool,
+        output: tuple[bytes, bytes], truncated: bool, program: str,
     ) -> ExecResult:  # fmt: skip
         usage = meter.usage(header, wall)
         stdout, stderr = output
@@ -145,7 +146,7 @@ class RunnerBox:
             peak_pids=usage.peak_pids,
             stderr=stderr,
         )
-        word, code, number, detail = verdict.name(signs, self.spec.limits, wall_s)
+        word, code, number, detail = verdict.name(signs, self.spec.limits, wall_s, program)
         return ExecResult(word, code, stdout, stderr, truncated, number, usage, detail)
 
     def rlimits(self) -> dict[str, tuple[int, int]]:

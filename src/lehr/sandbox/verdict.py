@@ -33,7 +33,9 @@ class Signs:
     stderr: bytes = b""
 
 
-def name(signs: Signs, limits: Limits, wall_s: float) -> tuple[Verdict, int | None, int | None, str]:
+def name(
+    signs: Signs, limits: Limits, wall_s: float, program: str = "the program"
+) -> tuple[Verdict, int | None, int | None, str]:
     """Return verdict, exit code, signal and a sentence."""
     killed = signs.status < 0
     code = None if killed else signs.status
@@ -43,7 +45,7 @@ def name(signs: Signs, limits: Limits, wall_s: float) -> tuple[Verdict, int | No
         if error in (errno.EAGAIN, errno.ENOMEM):
             return "broken", None, None, f"the box could not start it: {os.strerror(error)}"
         code = 127 if error == errno.ENOENT else 126
-        return "exit", code, None, f"cannot start the program: {os.strerror(error)}"
+        return "exit", code, None, f"cannot start {program}: {os.strerror(error)}"
     if signs.ended_by == "wall":
         return "timeout_wall", None, number, f"still running after {wall_s:g} s of wall time"
     if signs.ended_by == "cpu" or number == signal.SIGXCPU:

@@ -13,7 +13,7 @@ from lehr.app.session import Session
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
 @click.option("--run", "folder", type=click.Path(path_type=Path), help="Folder of the run; runs/… by default.")
-@click.option("--check", is_flag=True, help="Only read the recipe, and print what it resolves to.")
+@click.option("--check", is_flag=True, help="Only check the recipe, and print what it resolves to.")
 @click.pass_obj
 def train(session: Session, recipe: Path, overrides: tuple[str, ...], folder: Path | None, check: bool) -> None:
     """Run the stages of a recipe.
@@ -29,6 +29,9 @@ def train(session: Session, recipe: Path, overrides: tuple[str, ...], folder: Pa
 
     resolved = load(Recipe, recipe, overrides)
     if check:
+        from lehr.pipeline.run import check_recipe
+
+        check_recipe(resolved)
         print_json({"digest": resolved.digest(), "recipe": resolved.model_dump(mode="json")})
         return
     require_fit_host()

@@ -111,7 +111,7 @@ class _RlRun:
                 ctx.ledger.event("rl.starved", step=step, refused=filled.refused)
                 if not filled.groups:
                     if starved >= stage.starved_steps:
-                        ctx.observer.note(f"{stage.name} ends early: its domains have nothing left to teach")
+                        ctx.observer.note(f"{stage.name} ends early: {self._why_starved()}")
                         break
                     continue
             await self._step(step, filled.groups, waited)
@@ -120,6 +120,17 @@ class _RlRun:
             if step % stage.checkpoint_every == 0 and step < stage.steps:
                 await self._checkpoint(step)
         await self._synced()
+
+    def _why_starved(self) -> str:
+        """Say whether the tasks are too hard or too easy, and what to change."""
+        members = [m.reward for group in self.recent for m in group.valid]
+        solved = sum(isinstance(reward, Valid) and reward.passed for reward in members)
+        rate = solved / max(1, len(members))
+        if rate < 0.5:
+            change = "The tasks are too hard for it: more SFT, easier tasks or larger groups"
+        else:
+            change = "It solves them: harder tasks"
+        return f"attempts at one task all get the same reward ({rate:.0%} solved). {change}"
 
     async def _take(self) -> Filled | Starved:
         """Wait for a batch. The engine samples on all cores as long as the trainer has nothing to do."""
