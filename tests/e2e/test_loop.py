@@ -107,3 +107,5 @@ def test_r28_kill_any_process_and_resume(tmp_path: Path, victim: str):
     assert again.returncode == 0, output[-3000:]
     assert re.search(r"note resumed rl at step [34567]", output), output[-2000:]
     check_exactly_once(folder)
+    output = finish(start(folder, "resume"))
+    assert "is finished; nothing is left to do" in output and "stage" not in output, output[-2000:]

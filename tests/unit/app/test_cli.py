@@ -82,6 +82,22 @@ def test_a_missing_model_folder_exits_2(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "run").exists()
 
 
+def test_what_is_not_there_is_said_before_a_run_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.toml"
+    for text, named in (
+        ('model = "tiny"\ndomains = ["code/function"]', "code/functions"),
+        ('model = "tinny"', "tiny"),
+        ('model = "tiny"\ndomains = "code/functions"', "a list in brackets"),
+    ):
+        recipe.write_text(f'{text}\n[[stages]]\ntype = "sft"\n')
+        for more in (["--check"], ["--run", str(tmp_path / "run")]):
+            assert run(["train", str(recipe), *more]) == 2
+            assert named in capsys.readouterr().err
+            assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_that_is_no_run_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["runs", "resume"], ["runs", "show"], ["report"]):
         assert run([*command, str(tmp_path)]) == 2
