@@ -32,6 +32,9 @@ def report_error(error: BaseException, session: Session) -> int:
     if any(isinstance(cause, KeyboardInterrupt | click.Abort) for cause in causes):
         _say("stopped", *_resume("Everything up to here is kept. Resume with", session))
         return 130
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.format_message())
+        return 0
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "lehr"
         _say(f"error: {_sentence(error.format_message())}", f"next: {command} --help")

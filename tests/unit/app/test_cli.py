@@ -39,6 +39,12 @@ def test_every_command_imports_and_its_help_says_what_the_list_says(capsys: pyte
         assert entry.summary in capsys.readouterr().out
 
 
+def test_the_bare_program_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == run(["runs"]) == 0
+    said = capsys.readouterr()
+    assert "quickstart" in said.out and "resume" in said.out and not said.err
+
+
 def test_a_misspelt_command_names_the_near_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["quikstart"]) == 2
     assert "quickstart" in capsys.readouterr().err
