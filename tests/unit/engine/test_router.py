@@ -59,12 +59,20 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 def test_a_group_and_the_turns_of_a_session_share_an_engine():
     async def go() -> None:
         router, members = routed()
-        for prompt in range(4):
-            await asyncio.gather(
-                *(router.generate([prompt], Sampling(), session=f"{prompt}/{n}") for n in range(3))
-            )
+        for member in members:
+            member.go.clear()
+        first = [
+            asyncio.create_task(router.generate([prompt], Sampling(), session=f"{prompt}/{n}"))
+            for prompt in range(4)
+            for n in range(3)
+        ]
+        await asyncio.sleep(0.01)
+        for member in members:
+            member.go.set()
+        await asyncio.gather(*first)
         for prompt in range(4):
             await router.generate([prompt, 7], Sampling(), session=f"{prompt}/1")
+        assert all(member.asked for member in members), "one engine got everything"
         seen = [{tokens[0] for tokens in member.asked} for member in members]
         assert not seen[0] & seen[1] and seen[0] | seen[1] == {0, 1, 2, 3}
 
