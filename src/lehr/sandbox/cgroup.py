@@ -21,10 +21,10 @@ from lehr.sandbox.base import Limits
 
 NEEDED = ("memory", "pids")
 WANTED = ("memory", "pids", "cpu", "cpuacct")
-ALLOWANCE_BYTES = 24 << 20
-"""Memory of the box's own two processes, on top of what the program may use."""
-OWN_PIDS = 3
-"""bubblewrap outside, the runner inside, and room for one that is being reaped."""
+ALLOWANCE_BYTES = 8 << 20
+"""Memory of the box's own process, on top of what the program may use."""
+OWN_PIDS = 2
+"""The runner, and room for one that is being reaped."""
 PERIOD_US = 100_000
 _numbers = itertools.count()
 

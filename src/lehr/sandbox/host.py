@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lehr.core.errors import MissingDependency
+from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import cgroup, image, seccomp
-from lehr.sandbox.launch import PATH, as_box_user
+from lehr.sandbox.launch import PATH
+from lehr.sandbox.users import choose_users
 
 SYS_LANDLOCK_CREATE_RULESET = 444
 PROBE_S = 10
+DOCTOR = "Run `lehr doctor` for what is missing and the command that mends it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,6 @@ def probe() -> HostReport:
     python = image.system_python()
     if python is None:
         lacks.append(Lack("python3", "none in the system folders that a box sees", "apt-get install python3"))
-    if os.geteuid() == 0 and shutil.which("setpriv", path=PATH) is None:
-        lacks.append(Lack("setpriv", "needed to start boxes as another user", "apt-get install util-linux"))
     refused = _refusal(bwrap) if bwrap else ""
     if refused:
         lacks.append(Lack("user namespaces", refused, namespace_mend()))
@@ -157,7 +157,9 @@ def _refusal(bwrap: str) -> str:
         "/proc",
     ]
     try:
-        done = subprocess.run([*as_box_user(), *inner, "--", "/bin/true"], capture_output=True, timeout=PROBE_S)
+        done = subprocess.run(
+            [*inner, "--", "/bin/true"], capture_output=True, timeout=PROBE_S, **choose_users().identity
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     said = done.stderr.decode(errors="replace").strip()
@@ -193,3 +195,11 @@ def _landlock() -> int:
     library = ctypes.CDLL(None, use_errno=True)
     version: int = library.syscall(ctypes.c_long(SYS_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), 1)
     return max(0, version)
+
+
+def unfit(said: str) -> HostUnfit:
+    """Return the error for a box that did not come up, with the mend if what is lacking can be found."""
+    said = said or "it ended without a word"
+    lacks = [lack for lack in probe().lacks if lack.needed]
+    hint = f"{lacks[0].name}: {lacks[0].why}. Mend it: `{lacks[0].mend}`" if lacks else DOCTOR
+    return HostUnfit(f"bubblewrap could not make a box: {said}", hint=hint)

@@ -11,12 +11,11 @@ import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from lehr.sandbox.inside import rights
+from lehr.sandbox.inside import rights, script
 
 TARGETS = (0, 1, 2, 8, 9)
 TELL = 3
 FIRST_FREE = 16
-MOST_FDS = 1 << 16
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -34,18 +33,24 @@ class Exec:
         self.ended_by = ""
 
 
-def start(request: dict[str, Any], fds: list[int], cpu_s: float) -> Exec:
-    """Fork and become the program; returns once it runs, or has said why it cannot."""
+def start(request: dict[str, Any], fds: list[int], cpu_s: float, *, apart: bool) -> Exec | script.Script:
+    """Fork and become the program; returns once it runs, or has said why it cannot.
+
+    Returns a script only in the fork, which is to run it once everything of the runner is off its stack.
+    """
+    plan = None
+    if not request.get("shell"):
+        plan = script.understand(request["argv"], request["env"], request["base_env"])
     told, tell = os.pipe2(os.O_CLOEXEC)
     try:
         pid = os.fork()
-        if pid == 0:
-            _child(request, fds, tell)
     except OSError:
         os.close(told)
-        raise
-    finally:
         os.close(tell)
+        raise
+    if pid == 0:
+        return _child(request, fds, tell, plan, apart)
+    os.close(tell)
     done = Exec(request, pid, cpu_s)
     report = os.read(told, 4)
     os.close(told)
@@ -54,32 +59,32 @@ def start(request: dict[str, Any], fds: list[int], cpu_s: float) -> Exec:
     return done
 
 
-def _child(request: dict[str, Any], fds: list[int], tell: int) -> None:
+def _child(
+    request: dict[str, Any], fds: list[int], tell: int, plan: script.Invocation | None, apart: bool
+) -> script.Script:
     try:
-        _become(request, fds, tell)
+        _become(request, fds, tell, apart)
+        if plan is not None and (ready := script.load(plan, request["env"])) is not None:
+            os.close(TELL)
+            return ready
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.execvpe(request["argv"][0], request["argv"], request["env"])
     except OSError as error:
         os.write(TELL, struct.pack("!i", error.errno or errno.EIO))
     except ValueError:
         os.write(TELL, struct.pack("!i", errno.EINVAL))
-    finally:
-        os._exit(127)
+    os._exit(127)
 
 
-def _become(request: dict[str, Any], fds: list[int], tell: int) -> None:
+def _become(request: dict[str, Any], fds: list[int], tell: int, apart: bool) -> None:
     os.setsid()
+    signal.set_wakeup_fd(-1)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for fd in [*fds, tell]]
     for source, target in zip(high, TARGETS[: len(fds)], strict=False):
         os.dup2(source, target, inheritable=True)
     os.dup2(high[-1], TELL, inheritable=False)
-    keep = {*TARGETS[: len(fds)], TELL}
-    low = 0
-    for fd in sorted(keep):
-        if low < fd:  # an empty range would be read as everything
-            os.closerange(low, fd)
-        low = fd + 1
-    os.closerange(low, MOST_FDS)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    rights.close_all_but({*TARGETS[: len(fds)], TELL})
     for name, wanted in request["rlimits"].items():
         kind = getattr(resource, "RLIMIT_" + name)
         hard = resource.getrlimit(kind)[1]
@@ -87,11 +92,10 @@ def _become(request: dict[str, Any], fds: list[int], tell: int) -> None:
         resource.setrlimit(kind, (soft, top))
     os.nice(request["nice"])
     os.umask(0o022)
+    rights.become_candidate(apart=apart)
     os.chdir(os.path.join("/work", request["cwd"]))
-    rights.become_dumpable()
     with open("/proc/self/oom_score_adj", "w") as handle:
         handle.write("1000")
-    os.execvpe(request["argv"][0], request["argv"], request["env"])
 
 
 class Load(NamedTuple):

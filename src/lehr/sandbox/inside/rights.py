@@ -1,18 +1,31 @@
-"""The one moment in which a box's process 1 has rights: mount what is writable, then give them up."""
+"""The moments in which a box has rights: it enters its namespaces, completes them, and gives all rights up."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import socket
 import struct
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lehr.sandbox.inside.zygote import Birth
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 MNT_DETACH = 2
+NEW_TIME, NEW_MOUNTS, NEW_CGROUPS, NEW_NAME, NEW_IPC = 0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000
+NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 4, 22, 24, 38, 47
+KILL, SETGID, SETUID = 5, 6, 7
+RUNNER, CANDIDATE = 999, 1000
 OWN_INODES = 4
+MOST_FDS = 1 << 16
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+READ_ONLY_PROC = ("sys", "bus", "fs", "irq", "sysrq-trigger")
 
 
 def check(result: int, what: str) -> None:
@@ -30,45 +43,144 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     check(result, f"mount {target}")
 
 
-def set_up(config: dict[str, Any]) -> None:
-    """Put one size- and inode-limited file system behind /work, /tmp and /dev/shm; then drop all rights."""
+def close_all_but(keep: Collection[int]) -> None:
+    """Close every descriptor that is not listed."""
+    low = 0
+    for fd in sorted(keep):
+        if low < fd:  # an empty range would be read as everything
+            os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, MOST_FDS)
+
+
+# --- the zygote
+
+
+def become_zygote(config: dict[str, Any]) -> None:
+    """Take the image's first user, and uncover the kernel settings that bubblewrap covered."""
+    first = config["user"]
+    os.setresgid(first, first, first)
+    os.setresuid(first, first, first)
+    for name in READ_ONLY_PROC:
+        if LIBC.umount2(f"/proc/{name}".encode(), MNT_DETACH) != 0:
+            if ctypes.get_errno() not in (errno.EINVAL, errno.ENOENT):  # it was not covered, or is not there
+                check(-1, f"uncover /proc/{name}")
+
+
+def fork_into_new_pids(own: int) -> int:
+    """Fork a process that is number 1 of a new namespace. own: this process's namespace, to fork into later."""
+    check(LIBC.unshare(NEW_PIDS), "make a process namespace")
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            check(LIBC.setns(own, NEW_PIDS), "go back to the own process namespace")
+    return pid
+
+
+# --- a box
+
+
+def set_up(birth: Birth) -> None:
+    """Make the fork a box of its own: groups, namespaces, mounts, users; then drop all rights."""
+    config = birth.config
+    for door in birth.doors:
+        os.write(door, b"0")
+        os.close(door)
+    os.setsid()
     os.umask(0)
-    flags = MS_NOSUID | MS_NODEV
-    size = f"size={config['disk_bytes']},nr_inodes={config['inodes'] + OWN_INODES},mode=0755"
-    mount("box", "/tmp", "tmpfs", flags, size)
-    for name, mode, target in (("work", 0o755, "/work"), ("shm", 0o1777, "/dev/shm"), ("tmp", 0o1777, "/tmp")):
-        os.mkdir("/tmp/" + name, mode)
-        mount("/tmp/" + name, target, "", MS_BIND)
-    forbid_namespaces()
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # the zygote's: nothing in it is covered
+    new = NEW_MOUNTS | NEW_IPC | NEW_NAME | NEW_NETWORK
+    check(LIBC.unshare(new), "make namespaces")
+    for extra in (NEW_CGROUPS, NEW_TIME):
+        if LIBC.unshare(extra) != 0 and ctypes.get_errno() != errno.EINVAL:
+            check(-1, "make namespaces")  # EINVAL: a kernel without them
+    check(LIBC.sethostname(b"box", 3), "set the host name")
+    raise_loopback()
+    lay_out(config)
     os.umask(0o022)
     os.chdir("/work")
-    drop(bytes.fromhex(config["filter"]))
+    check(LIBC.unshare(NEW_USERS), "make a user namespace")
+    birth.ask_for_maps()
+    os.close(birth.asks)
+    os.close(birth.mapped)
+    own = RUNNER if config["apart"] else CANDIDATE
+    os.setresgid(own, own, own)
+    os.setresuid(own, own, own)
+    forbid_namespaces(proc)
+    os.close(proc)
+    drop(bytes.fromhex(config["filters"][config["watch"]]), apart=config["apart"])
 
 
-def forbid_namespaces() -> None:
+def raise_loopback() -> None:
+    """Bring the box's own loopback up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh14x", b"lo", IFF_UP)
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, request)
+
+
+def lay_out(config: dict[str, Any]) -> None:
+    """Mount the box's own /proc, and one size- and inode-limited disk behind /work, /tmp and /dev/shm."""
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    for name in config["masked"]:
+        path = f"/proc/{name}"
+        if os.path.exists(path):
+            mount("/dev/null", path, "", MS_BIND)
+    for name in READ_ONLY_PROC:
+        path = f"/proc/{name}"
+        if os.path.exists(path):
+            mount(path, path, "", MS_BIND)
+            mount(path, path, "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    size = f"size={config['disk_bytes']},nr_inodes={config['inodes'] + OWN_INODES},mode=0755"
+    mount("box", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
+    owner = config["candidate"]
+    for name, mode, target in (("work", 0o755, "/work"), ("shm", 0o1777, "/dev/shm"), ("tmp", 0o1777, "/tmp")):
+        os.mkdir("/tmp/" + name, mode)
+        os.chown("/tmp/" + name, owner, owner)
+        mount("/tmp/" + name, target, "", MS_BIND)
+
+
+def forbid_namespaces(proc: int) -> None:
     """Allow no user namespace below this one, a second line behind the filter."""
-    if LIBC.umount2(b"/proc/sys", MNT_DETACH) != 0 and ctypes.get_errno() != errno.EINVAL:
-        check(-1, "uncover /proc/sys")  # EINVAL: bubblewrap did not cover it
-    with open("/proc/sys/user/max_user_namespaces", "w") as handle:
-        handle.write("0")
-    mount("/proc/sys", "/proc/sys", "", MS_BIND)
-    mount("/proc/sys", "/proc/sys", "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    fd = os.open("sys/user/max_user_namespaces", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+    os.write(fd, b"0")
+    os.close(fd)
 
 
-def drop(program: bytes) -> None:
-    """Give up every capability for good, become untraceable and install the filter."""
+def drop(program: bytes, *, apart: bool) -> None:
+    """Give up every capability for good, become untraceable and install the filter.
+
+    apart: keep what it takes to start programs as another user and to end them; nothing inherits it.
+    """
     check(LIBC.prctl(PR_CAP_AMBIENT, 4, 0, 0, 0), "clear ambient capabilities")
     capability = 0
     while LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1
-    check(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "drop capabilities")
+    keep_only(*((KILL, SETGID, SETUID) if apart else ()))
     check(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "become undumpable")
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "set no_new_privs")
     code = ctypes.create_string_buffer(program, len(program))
     filters = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     check(LIBC.prctl(PR_SET_SECCOMP, 2, filters, 0, 0), "install the system call filter")
+    if apart:  # files are the candidate's, whoever makes them
+        LIBC.setfsgid(CANDIDATE)
+        LIBC.setfsuid(CANDIDATE)
 
 
-def become_dumpable() -> None:
-    """Undo, in a fork that holds nothing, what keeps ``/proc/self`` of process 1 closed."""
+def keep_only(*capabilities: int) -> None:
+    """Drop all capabilities but these."""
+    mask = sum(1 << number for number in capabilities)
+    check(LIBC.capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", mask, mask, 0, 0, 0, 0)), "capset")
+
+
+# --- a program
+
+
+def become_candidate(*, apart: bool) -> None:
+    """In a fork that holds nothing: take the candidate's user without any right, and be an open book again."""
+    if apart:
+        os.setresgid(CANDIDATE, CANDIDATE, CANDIDATE)
+        os.setresuid(CANDIDATE, CANDIDATE, CANDIDATE)
+    keep_only()
     check(LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "become dumpable")

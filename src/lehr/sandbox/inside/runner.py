@@ -1,24 +1,18 @@
-"""The loop of process 1: frames in, programs started, ends reported, files lent.
-
-A frame is ``!II`` (lengths of header and payload), a JSON header, a payload. Descriptors ride on the first
-byte of a frame.
-"""
+"""The loop of process 1 of a box: programs started, ends reported, files lent."""
 
 from __future__ import annotations
 
-import array
 import contextlib
-import json
 import os
 import resource
 import select
 import signal
-import socket
-import struct
 import time
-from typing import Any, NoReturn
+from typing import Any
 
-from lehr.sandbox.inside import files, programs, rights
+from lehr.sandbox.inside import files, programs, rights, script
+from lehr.sandbox.inside.wire import CHUNK, Wire, farewell
+from lehr.sandbox.inside.zygote import Birth
 
 SWEEP_S = 1.0
 LOOK_S = 0.02
@@ -28,80 +22,49 @@ NAP_S = 0.0005
 class Runner:
     """Serves the control socket until it closes; then the box ends with it."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self.control = control
+    def __init__(self, birth: Birth) -> None:
+        self.wire = Wire(birth.control)
+        self.birth = birth
+        self.apart: bool = birth.config["apart"]
         self.execs: dict[int, programs.Exec] = {}
-        self.watch: dict[str, Any] | None = None
+        self.watch: dict[str, Any] | None = birth.config if birth.config["watch"] else None
         self.looked = 0.0
 
-    def serve(self) -> None:
-        """Set the box up, say so, and serve."""
-        config, _, _ = self.receive()
-        self.watch = config if config["watch"] else None
+    def serve(self) -> script.Script:
+        """Set the box up, say so, and serve. Returns only in forks, with the script that they are to run."""
         try:
-            rights.set_up(config)
+            rights.set_up(self.birth)
         except OSError as error:
-            self.send({"id": 0, "error": error.strerror})
-            return
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self.wire.send({"id": 0, "error": str(error)})
+            farewell()
         signal.signal(signal.SIGCHLD, _wake)
         wake, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        self.send({"id": 0})
+        self.wire.send({"id": 0})
         poll = select.poll()
-        poll.register(self.control, select.POLLIN)
+        poll.register(self.wire.end, select.POLLIN)
         poll.register(wake, select.POLLIN)
         while True:
             watched = self.watch is not None and bool(self.execs)
             for fd, _ in poll.poll(LOOK_S * 1000 if watched else None):
                 if fd == wake:
                     os.read(wake, 4096)
-                else:
-                    self.handle()
+                elif (todo := self.handle()) is not None:
+                    self.wire.end.detach()
+                    return todo
             self.reap()
             if watched:
                 self.look()
 
-    # --- the wire
-
-    def receive(self) -> tuple[dict[str, Any], list[int], int]:
-        """Return the next header, its descriptors and the length of the payload still to be read."""
-        head, fds, _, _ = socket.recv_fds(self.control, 8, 8)
-        if not head:
-            farewell()
-        head += self.exactly(8 - len(head))
-        size, payload = struct.unpack("!II", head)
-        for fd in fds:
-            os.set_inheritable(fd, False)
-        return json.loads(self.exactly(size)), list(fds), payload
-
-    def exactly(self, count: int) -> bytes:
-        """Read ``count`` bytes; the host gone is the end of the box."""
-        parts: list[bytes] = []
-        while count:
-            part = self.control.recv(min(count, files.CHUNK))
-            if not part:
-                farewell()
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
-
-    def send(self, header: dict[str, Any], *fds: int) -> None:
-        """Send one frame without payload."""
-        body = json.dumps({**header, "fds": len(fds)}).encode()
-        frame = struct.pack("!II", len(body), 0) + body
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        sent = self.control.sendmsg([frame], ancillary)
-        if sent < len(frame):
-            self.control.sendall(frame[sent:])
-
-    def handle(self) -> None:
-        """Serve one request."""
-        request, fds, payload = self.receive()
+    def handle(self) -> script.Script | None:
+        """Serve one request. Returns a script only in the fork that is to run it."""
+        request, fds, payload = self.wire.receive()
         operation = request["op"]
         try:
             if operation == "exec":
-                started = programs.start(request, fds, spent_s())
+                started = programs.start(request, fds, spent_s(), apart=self.apart)
+                if isinstance(started, script.Script):
+                    return started._replace(plain_path=self.birth.config["plain_path"])
                 self.execs[started.pid] = started
             elif operation == "kill":
                 self.kill(request["target"], children_only=request["children"])
@@ -112,10 +75,10 @@ class Runner:
             elif operation == "tree":
                 self.tree(request, fds[0])
         except OSError as error:
-            self.send({"id": request["id"], "error": error.strerror or str(error), "errno": error.errno})
-        finally:
-            for fd in fds:
-                os.close(fd)
+            self.wire.send({"id": request["id"], "error": error.strerror or str(error), "errno": error.errno})
+        for fd in fds:
+            os.close(fd)
+        return None
 
     # --- files
 
@@ -127,7 +90,7 @@ class Runner:
         except OSError as error:
             failure = error
         while left:
-            part = self.exactly(min(left, files.CHUNK))
+            part = self.wire.exactly(min(left, CHUNK))
             left -= len(part)
             try:
                 if failure is None:
@@ -140,19 +103,19 @@ class Runner:
             os.close(fd)
         if failure is not None:
             raise failure
-        self.send({"id": request["id"]})
+        self.wire.send({"id": request["id"]})
 
     def lend(self, number: int, fd: int) -> None:
         """Hand an open file to the host."""
         try:
-            self.send({"id": number}, fd)
+            self.wire.send({"id": number}, fd)
         finally:
             os.close(fd)
 
     def tree(self, request: dict[str, Any], pack: int) -> None:
         """Write a folder's files into the memory file that the host lent, one after the other."""
         entries = files.pack_tree(request["path"], pack, request["limit_files"], request["limit_bytes"])
-        self.send({"id": request["id"], "entries": entries})
+        self.wire.send({"id": request["id"], "entries": entries})
 
     # --- programs
 
@@ -172,7 +135,7 @@ class Runner:
         """Report how a program ended, after the rest of it was killed."""
         disk = os.statvfs("/work")
         resisted = self.sweep()
-        self.send(
+        self.wire.send(
             {
                 "id": done.id,
                 "status": os.waitstatus_to_exitcode(status),
@@ -257,11 +220,6 @@ def spent_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def farewell() -> NoReturn:
-    """End the box: process 1 takes everything with it."""
-    os._exit(0)
-
-
-def serve(control: socket.socket) -> None:
-    """Run process 1 on its control socket."""
-    Runner(control).serve()
+def serve(birth: Birth) -> script.Script:
+    """Run process 1 of a box. Returns only in the forks that are to run a script."""
+    return Runner(birth).serve()

@@ -1,0 +1,206 @@
+"""Running a Python script in a fork of the interpreter that is loaded already, as a new interpreter would.
+
+Only what a fork can do faithfully is taken over: ``python3 [-I] [-S] [-s] [-E] [-B] [-u] SCRIPT|-c CODE``, by the
+same interpreter, in an environment that does not steer interpreters. Everything else is executed as asked.
+What differs: ``sys.flags`` are those of a plain start, modules that were loaded beforehand are in
+``sys.modules``, the hash seed is the image's, and two frames lie below the script's.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import stat
+import sys
+import time
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import BuiltinImporter, SourceFileLoader
+from typing import Any, NamedTuple
+
+LETTERS = frozenset("ISsEBu")
+STEERING = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "GCONV_", "LOCPATH")
+MOST_BYTES = 8 << 20
+PROGRAM = sys.executable
+SITE_BUILTINS = ("copyright", "credits", "exit", "help", "license", "quit")
+
+
+class Invocation(NamedTuple):
+    """A command line that can be taken over.
+
+    flags: single letters. code: what follows ``-c``, or None. argv: ``sys.argv`` as the script will see it.
+    """
+
+    flags: frozenset[str]
+    code: str | None
+    argv: list[str]
+
+
+class Script(NamedTuple):
+    """A compiled script, or the error that compiling it gave, with all that it needs to run as ``__main__``.
+
+    plain_path: ``sys.path`` of an interpreter without site packages.
+    """
+
+    code: types.CodeType | None
+    error: BaseException | None
+    invocation: Invocation
+    file: str | None
+    env: Mapping[str, str]
+    plain_path: Sequence[str] = ()
+
+
+def understand(argv: Sequence[str], env: Mapping[str, str], own_env: Mapping[str, str]) -> Invocation | None:
+    """Return how ``argv`` can be taken over, or None if it has to be executed."""
+    name = argv[0]
+    if os.path.basename(name) not in _NAMES or not PROGRAM:
+        return None
+    found = name if "/" in name else _which(name, env.get("PATH", ""))
+    if found is None or os.path.dirname(found) != os.path.dirname(PROGRAM):
+        return None
+    if any(key.startswith(STEERING) and own_env.get(key) != value for key, value in env.items()):
+        return None
+    if any(key not in env for key in own_env if key.startswith(STEERING)):
+        return None
+    flags: set[str] = set()
+    rest = list(argv[1:])
+    while rest and rest[0].startswith("-") and len(rest[0]) > 1:
+        letters = rest.pop(0)[1:]
+        plain, dash, code = letters.partition("c")
+        if not set(plain) <= LETTERS:
+            return None
+        flags |= set(plain)
+        if dash:
+            if not code and not rest:
+                return None
+            return Invocation(frozenset(flags), code or rest.pop(0), ["-c", *rest])
+    if not rest or rest[0] == "-":
+        return None
+    return Invocation(frozenset(flags), None, rest)
+
+
+def _which(name: str, path: str) -> str | None:
+    for folder in path.split(":"):
+        candidate = os.path.join(folder or ".", name)
+        if os.access(candidate, os.X_OK) and not os.path.isdir(candidate):
+            return candidate
+    return None
+
+
+_NAMES = {"python3", "python3.%d" % sys.version_info[1]}
+
+
+def load(invocation: Invocation, env: Mapping[str, str]) -> Script | None:
+    """Read and compile, as the candidate and in its folder; None if it has to be executed after all."""
+    version = "python%d.%d" % sys.version_info[:2]
+    home = env.get("HOME", "")
+    if not invocation.flags & {"I", "s"} and os.path.exists(f"{home}/.local/lib/{version}/site-packages"):
+        return None
+    file, name, source = None, "<string>", b""
+    if invocation.code is None:
+        name = file = os.path.join(os.getcwd(), invocation.argv[0])
+        try:
+            source = _source(file)
+        except OSError:
+            return None
+        if source.startswith(b"PK") or b"\0" in source:
+            return None
+    else:
+        source = invocation.code.encode("utf-8", "surrogateescape") + b"\n"
+    try:
+        return Script(compile(source, name, "exec", dont_inherit=True), None, invocation, file, env)
+    except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
+        return Script(None, error.with_traceback(None), invocation, file, env)
+
+
+def _source(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as handle:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > MOST_BYTES:
+            raise OSError("not a script")
+        return handle.read(MOST_BYTES)
+
+
+def run(script: Script) -> None:
+    """Become ``python3`` that runs ``script``. Returns, or raises ``SystemExit``, where the script ends."""
+    flags = script.invocation.flags
+    os.environ.clear()
+    os.environ.update(script.env)
+    time.tzset()
+    for number, action in (
+        (signal.SIGINT, signal.default_int_handler), (signal.SIGPIPE, signal.SIG_IGN),
+        (signal.SIGXFSZ, signal.SIG_IGN), (signal.SIGCHLD, signal.SIG_DFL),
+    ):  # fmt: skip
+        signal.signal(number, action)
+    _streams(unbuffered="u" in flags)
+    sys.argv[:] = script.invocation.argv
+    sys.orig_argv[:] = ["python3", *_written(script.invocation)]
+    sys.dont_write_bytecode = "B" in flags
+    if "S" in flags:
+        sys.path[:] = script.plain_path
+        sys.modules.pop("site", None)
+        for name in SITE_BUILTINS:
+            vars(sys.modules["builtins"]).pop(name, None)
+    else:
+        sys.path[:] = [entry for entry in sys.path if entry]
+    if "I" not in flags:
+        sys.path.insert(0, os.path.dirname(_resolved(script.file)) if script.file else "")
+    for name in [name for name in sys.modules if name == "lehr" or name.startswith("lehr.")]:
+        del sys.modules[name]
+    main = types.ModuleType("__main__")
+    space: dict[str, Any] = main.__dict__
+    space["__builtins__"] = sys.modules["builtins"]
+    space["__annotations__"] = {}
+    if script.file is not None:
+        space["__file__"] = script.file
+        space["__cached__"] = None
+        space["__loader__"] = SourceFileLoader("__main__", script.file)
+    else:
+        space["__loader__"] = BuiltinImporter
+    sys.modules["__main__"] = main
+    if script.code is None:
+        _report(script.error or SystemError("no code"))
+    try:
+        exec(script.code, space)  # type: ignore[arg-type]
+    except SystemExit:
+        raise
+    except BaseException as error:
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        _report(error.with_traceback(inner))
+
+
+def _report(error: BaseException) -> None:
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        raise SystemExit(status) from None
+
+
+def _written(invocation: Invocation) -> list[str]:
+    letters = ["-" + letter for letter in sorted(invocation.flags)]
+    if invocation.code is None:
+        return [*letters, *invocation.argv]
+    return [*letters, "-c", invocation.code, *invocation.argv[1:]]
+
+
+def _resolved(path: str) -> str:
+    return os.path.join(os.path.dirname(path), os.readlink(path)) if os.path.islink(path) else path
+
+
+def _streams(*, unbuffered: bool) -> None:
+    """Open the standard streams anew: what they are connected to has changed."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, "__%s__" % name)
+        writes = fd > 0
+        raw_only = unbuffered and writes
+        binary: Any = io.open(fd, "wb" if writes else "rb", 0 if raw_only else -1, closefd=False)
+        (binary if raw_only else binary.raw).name = "<%s>" % name
+        text = io.TextIOWrapper(
+            binary, old.encoding, old.errors, "\n", line_buffering=fd == 2, write_through=raw_only
+        )
+        text.mode = "w" if writes else "r"  # type: ignore[misc]
+        for place in (name, "__%s__" % name):
+            setattr(sys, place, text)

@@ -1,0 +1,232 @@
+"""The host's side of the zygote: started once per backend through bubblewrap, asked for a process 1 per box."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import marshal
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lehr.core.errors import HostUnfit
+from lehr.sandbox import image
+from lehr.sandbox.channel import Channel, ChannelLost
+from lehr.sandbox.host import unfit
+from lehr.sandbox.launch import Server
+from lehr.sandbox.users import Users, choose_users
+
+BOOT = """
+import marshal, socket, struct, sys, types
+control = socket.socket(fileno=int(sys.argv[1]))
+size = struct.unpack("!I", control.recv(4, socket.MSG_WAITALL))[0]
+for name, code in marshal.loads(control.recv(size, socket.MSG_WAITALL)):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+    exec(code, module.__dict__)
+inside = sys.modules["lehr.sandbox.inside"]
+inside.script.run(inside.runner.serve(inside.zygote.Zygote(control).serve()))
+"""
+COMPILE = """
+import marshal, sys
+parts = marshal.loads(sys.stdin.buffer.read())
+parts = [(n, compile(s, n, "exec", dont_inherit=True)) for n, s in parts]
+sys.stdout.buffer.write(marshal.dumps((sys.path, marshal.dumps(parts, 2)), 2))
+"""
+INSIDE = ("lehr", "lehr.sandbox", "lehr.sandbox.inside")
+PARTS = ("wire", "rights", "files", "script", "programs", "zygote", "runner")
+NAMESPACES = (
+    "--unshare-user",
+    "--unshare-ipc",
+    "--unshare-pid",
+    "--unshare-net",
+    "--unshare-uts",
+    "--unshare-cgroup-try",
+)
+RIGHTS = ("SYS_ADMIN", "SETPCAP", "SYS_RESOURCE", "SETUID", "SETGID", "NET_ADMIN", "CHOWN")
+"""Over the image's own user namespace. Boxes are forked out of it into namespaces over which they have none."""
+READY_S = 20.0
+
+
+OWN = 1000
+"""The zygote's user inside its namespace where there is only one."""
+
+
+@functools.cache
+def inside_code(python: str) -> tuple[list[str], bytes]:
+    """Return the path of a bare interpreter, and the modules, compiled once by the one that will run them."""
+    parts = [(name, "") for name in INSIDE]
+    folder = Path(__file__).with_name("inside")
+    parts += [(f"{INSIDE[-1]}.{name}", (folder / f"{name}.py").read_text()) for name in PARTS]
+    done = subprocess.run(
+        [python, "-I", "-S", "-c", COMPILE],
+        input=marshal.dumps(parts, 2),
+        capture_output=True,
+        cwd="/",
+        env={},
+        timeout=READY_S,
+    )
+    if done.returncode != 0:
+        raise HostUnfit(
+            f"{python} cannot compile the runner: {done.stderr.decode(errors='replace').strip()[-300:]}",
+            expected="python3 of version 3.9 or later",
+        )
+    path, code = marshal.loads(done.stdout)
+    return path, code
+
+
+class Zygote:
+    """Life cycle: :meth:`start`, :meth:`fork` for each box, :meth:`close`. Its end is the end of its boxes.
+
+    server: bubblewrap with the zygote as its process 1. channel: to the zygote.
+    """
+
+    def __init__(self, server: Server, channel: Channel, users: Users) -> None:
+        self._server = server
+        self._channel = channel
+        self._users = users
+        self._pairs = itertools.cycle(range(1, max(2, users.count // 2)))
+        self._taken: set[int] = set()
+
+    @classmethod
+    async def start(cls, program: str, python: str, filters: Sequence[bytes]) -> Zygote:
+        """Lay the image out and load the interpreter. Raises ``HostUnfit`` with what bubblewrap said."""
+        users, loop = choose_users(), asyncio.get_running_loop()
+        plain_path, code = inside_code(python)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.ExitStack() as opened:
+            opened.callback(theirs.close)
+            info, info_write = os.pipe2(os.O_CLOEXEC)
+            opened.callback(os.close, info)
+            fds, files = etc_files(opened)
+            argv = [program, "--info-fd", str(info_write)]
+            if users.apart:
+                block, ready = os.pipe2(os.O_CLOEXEC)
+                opened.callback(os.close, ready)
+                opened.callback(os.close, block)
+                argv += ["--userns-block-fd", str(block)]
+                fds.append(block)
+            inner = 0 if users.apart else OWN
+            argv += [*NAMESPACES, "--uid", str(inner), "--gid", str(inner), "--new-session"]
+            argv += ["--die-with-parent", "--as-pid-1", "--clearenv"]
+            argv += [word for item in image.ENVIRONMENT.items() for word in ("--setenv", *item)]
+            argv += [word for right in RIGHTS for word in ("--cap-add", f"CAP_{right}")]
+            argv += [*image.arguments(), *files, "--remount-ro", "/"]
+            argv += ["--", python, "-c", BOOT, str(theirs.fileno())]
+            try:
+                server = Server(argv, [*fds, info_write, theirs.fileno()], users.identity)
+            except OSError as error:
+                ours.close()
+                raise HostUnfit(f"cannot start bubblewrap: {error.strerror}") from error
+            finally:
+                os.close(info_write)
+            channel = Channel(loop, ours)
+            zygote = cls(server, channel, users)
+            try:
+                async with asyncio.timeout(READY_S):
+                    if users.apart:
+                        await _readable(loop, info)
+                        _map(json.loads(os.read(info, 4096))["child-pid"], users)
+                        os.write(ready, b"!!")
+                    await zygote._wait_ready(code, plain_path, filters)
+            except BaseException as error:
+                said = server.said
+                await asyncio.shield(loop.create_task(zygote.close()))
+                if isinstance(error, ChannelLost | TimeoutError | OSError | ValueError):
+                    raise unfit(said or str(error)) from error
+                raise
+        return zygote
+
+    async def _wait_ready(self, code: bytes, plain_path: list[str], filters: Sequence[bytes]) -> None:
+        _, ready = self._channel.expect(0)
+        await self._channel.send_raw(struct.pack("!I", len(code)) + code)
+        config = {
+            "user": 0 if self._users.apart else OWN,
+            "apart": self._users.apart,
+            "filters": [program.hex() for program in filters],
+            "masked": image.MASKED_PROC,
+            "plain_path": plain_path,
+            "base_env": image.ENVIRONMENT,
+        }
+        await self._channel.send(config)
+        await ready
+
+    @property
+    def said(self) -> str:
+        """What it complained about."""
+        return self._server.said
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended."""
+        return self._channel.lost
+
+    async def fork(self, config: Mapping[str, Any], control: int, doors: Sequence[int]) -> tuple[int, int]:
+        """Fork a process 1 that speaks on ``control``. Returns its pidfd, and the number for :meth:`free`.
+
+        doors: open ``cgroup.procs`` files, which it joins before anything else.
+        Raises ``ChannelLost`` if the zygote has ended, ``HostUnfit`` if the kernel refuses.
+        """
+        pair = self._take() if self._users.apart else 0
+        users = [[999, 2 * pair], [1000, 2 * pair + 1]] if self._users.apart else [[OWN, OWN]]
+        request = {"op": "box", **config, "maps": users, "candidate": users[-1][1]}
+        try:
+            answer = await self._channel.ask(request, (control, *doors))
+            if "error" in answer.header:
+                raise HostUnfit(f"the kernel refuses a process for a box: {answer.header['error']}")
+        except BaseException:
+            self.free(pair)
+            raise
+        return answer.fds[0], pair
+
+    def _take(self) -> int:
+        pair = next(pair for pair in self._pairs if pair not in self._taken)
+        self._taken.add(pair)
+        return pair
+
+    def free(self, pair: int) -> None:
+        """Give the users of a box that is gone back."""
+        self._taken.discard(pair)
+
+    async def close(self) -> None:
+        """End it, and with it every box that is left. Idempotent."""
+        self._channel.close()
+        await self._server.close()
+
+
+def _map(pid: int, users: Users) -> None:
+    for name in ("uid_map", "gid_map"):
+        Path(f"/proc/{pid}/{name}").write_text(f"0 {users.first} {users.count}\n")
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
+    future: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, lambda: future.done() or future.set_result(None))
+    try:
+        await future
+    finally:
+        loop.remove_reader(fd)
+
+
+def etc_files(opened: contextlib.ExitStack) -> tuple[list[int], list[str]]:
+    """Return descriptors of the made-up files of ``/etc`` and the arguments that place them."""
+    fds: list[int] = []
+    args: list[str] = []
+    for path, data in image.ETC_FILES:
+        fd = os.memfd_create("etc")
+        opened.callback(os.close, fd)
+        os.write(fd, data)
+        os.lseek(fd, 0, os.SEEK_SET)
+        fds.append(fd)
+        args += ["--perms", "0444", "--ro-bind-data", str(fd), path]
+    return fds, args
