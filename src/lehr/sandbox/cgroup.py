@@ -41,13 +41,11 @@ class Place:
 class Places:
     """Where this process may make groups.
 
-    controllers: by name, those it may use. kill: a version 2 folder whose groups have ``cgroup.kill``.
-    lacking: by controller, why it cannot be used.
+    controllers: by name, those it may use. lacking: by controller, why it cannot be used.
     """
 
     version: str
     controllers: Mapping[str, Place] = field(default_factory=dict[str, Place])
-    kill: Place | None = None
     lacking: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -90,7 +88,6 @@ def find() -> Places:
     paths = own_paths(Path("/proc/self/cgroup").read_text())
     controllers: dict[str, Place] = {}
     lacking: dict[str, str] = {}
-    kill: Place | None = None
     kinds: set[str] = set()
     for kind, root, point, options in mounts(text):
         if kind == "cgroup2":
@@ -104,10 +101,8 @@ def find() -> Places:
                         controllers[name] = Place(2, parent)
                     else:
                         lacking[name] = why or f"{name} is not delegated below {here}"
-                if parent:
-                    kill = Place(2, parent)
-            elif _may_make(here):
-                kill = Place(2, here)
+            else:
+                kinds.add("bare v2")
             continue
         for name in set(options.split(",")) & set(WANTED):
             kinds.add("v1")
@@ -119,8 +114,8 @@ def find() -> Places:
     for name in NEEDED:
         if name not in controllers:
             lacking.setdefault(name, "this host has no such controller mounted")
-    version = "hybrid" if kinds == {"v1", "v2"} or ("v1" in kinds and kill) else next(iter(kinds), "none")
-    places = Places(version, controllers, kill, lacking)
+    version = "hybrid" if "v1" in kinds and len(kinds) > 1 else next(iter(kinds - {"bare v2"}), "none")
+    places = Places(version, controllers, lacking)
     sweep(places)
     return places
 
@@ -183,7 +178,6 @@ def _owner() -> str:
 def sweep(places: Places) -> int:
     """Kill and remove groups whose owner no longer lives; return how many."""
     folders = {place.folder for place in places.controllers.values()}
-    folders |= {places.kill.folder} if places.kill else set()
     removed = 0
     for folder in folders:
         for orphan in folder.glob(f"lehr-{_namespace()}-*"):
@@ -228,10 +222,7 @@ class Group:
         self._v2: dict[str, Path] = {}
         for controller, place in places.controllers.items():
             (self._v1 if place.version == 1 else self._v2)[controller] = place.folder / name
-        self._kill = places.kill.folder / name if places.kill else None
-        self.folders = list(dict.fromkeys([*self._v1.values(), *self._v2.values()]))
-        if self._kill and self._kill not in self.folders:
-            self.folders.append(self._kill)
+        self.folders = list(dict.fromkeys([*self._v2.values(), *self._v1.values()]))
         try:
             for folder in self.folders:
                 folder.mkdir()
@@ -268,8 +259,13 @@ class Group:
 
     @property
     def doors(self) -> list[str]:
-        """The files into which a process writes 0 to join."""
-        return [str(folder / "cgroup.procs") for folder in self.folders]
+        """The files into which a process of one thread writes 0 to join.
+
+        Version 1 has ``tasks``, through which a thread moves itself without the lock that makes every other
+        move wait for a grace period of the kernel (10 to 20 ms).
+        """
+        v2 = set(self._v2.values())
+        return [str(folder / ("cgroup.procs" if folder in v2 else "tasks")) for folder in self.folders]
 
     def cpu_s(self) -> float | None:
         """CPU seconds of everything that ran in the group, or None where nobody counts them."""
@@ -320,23 +316,31 @@ class Group:
 
     def kill(self) -> None:
         """End every process of the group at once where ``cgroup.kill`` exists, else one by one."""
-        _kill_members(self._kill or self.folders[0])
+        _kill_members(self.folders[0])
 
     def remove(self) -> bool:
         """Remove the folders. False if something still lives in one of them."""
         return all([_remove(folder) for folder in self.folders])
 
 
+def _read(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
+
+
 def _number(path: Path) -> int:
     try:
-        return int(path.read_text())
+        return int(_read(path))
     except (OSError, ValueError):
         return 0
 
 
 def _table(path: Path) -> dict[str, int]:
     try:
-        pairs = (line.split() for line in path.read_text().splitlines())
+        pairs = (line.split() for line in _read(path).decode().splitlines())
         return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
     except OSError:
         return {}

@@ -135,15 +135,18 @@ class Zygote:
             try:
                 async with asyncio.timeout(READY_S):
                     if users.apart:
-                        await _readable(loop, info)
-                        _map(json.loads(os.read(info, 4096))["child-pid"], users)
+                        said = b""
+                        while not said.rstrip().endswith(b"}"):
+                            await _readable(loop, info)
+                            said += os.read(info, 4096) or b"}"
+                        _map(json.loads(said)["child-pid"], users)
                         os.write(ready, b"!!")
                     await zygote._wait_ready(code, plain_path, filters)
             except BaseException as error:
-                said = server.said
+                words = server.said
                 await asyncio.shield(loop.create_task(zygote.close()))
                 if isinstance(error, ChannelLost | TimeoutError | OSError | ValueError):
-                    raise unfit(said or str(error)) from error
+                    raise unfit(words or str(error)) from error
                 raise
         return zygote
 

@@ -8,16 +8,20 @@ What differs: ``sys.flags`` are those of a plain start, modules that were loaded
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import io
 import os
 import signal
 import stat
 import sys
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
 from importlib.machinery import BuiltinImporter, SourceFileLoader
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 LETTERS = frozenset("ISsEBu")
 STEERING = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "GCONV_", "LOCPATH")
@@ -123,8 +127,8 @@ def _source(path: str) -> bytes:
         return handle.read(MOST_BYTES)
 
 
-def run(script: Script) -> None:
-    """Become ``python3`` that runs ``script``. Returns, or raises ``SystemExit``, where the script ends."""
+def run(script: Script) -> NoReturn:
+    """Become ``python3`` that runs ``script``, to its end."""
     flags = script.invocation.flags
     os.environ.clear()
     os.environ.update(script.env)
@@ -160,23 +164,68 @@ def run(script: Script) -> None:
     else:
         space["__loader__"] = BuiltinImporter
     sys.modules["__main__"] = main
-    if script.code is None:
-        _report(script.error or SystemError("no code"))
+    known = set(sys.modules)
     try:
+        if script.error is not None:
+            raise script.error
         exec(script.code, space)  # type: ignore[arg-type]
-    except SystemExit:
-        raise
+        status = 0
+    except SystemExit as end:
+        status = _status_of(end)
     except BaseException as error:
-        inner = error.__traceback__.tb_next if error.__traceback__ else None
-        _report(error.with_traceback(inner))
-
-
-def _report(error: BaseException) -> None:
-    try:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
+        inner = error.__traceback__.tb_next if script.code and error.__traceback__ else None
+        error.__traceback__ = inner
+        sys.excepthook(type(error), error, inner)
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
-        raise SystemExit(status) from None
+    _finish(status, [name for name in sys.modules if name not in known or name == "__main__"])
+
+
+def _status_of(end: SystemExit) -> int:
+    """Return the exit status of a ``SystemExit``, printing what is not a number, as the interpreter does."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    with contextlib.suppress(Exception):
+        print(end.code, file=sys.stderr)
+    return 1
+
+
+def _finish(status: int, modules: list[str]) -> NoReturn:
+    """End as an interpreter does: threads, exit functions, destructors of what the script made, streams.
+
+    The modules that were there before stay as they are: taking them apart would copy every page of them.
+    """
+    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        try:
+            step()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+    _flush(status)
+    for name in modules:
+        module = sys.modules.get(name)
+        if isinstance(module, types.ModuleType):
+            space = module.__dict__
+            for private in (True, False):
+                for key in [key for key in space if key.startswith("_") == private and key != "__builtins__"]:
+                    space[key] = None
+    gc.collect()
+    os._exit(_flush(status))
+
+
+def _flush(status: int) -> int:
+    """Flush the standard streams; return the status, 120 if what was written to stdout cannot be kept."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name, None)
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+        except BaseException as error:
+            if name == "stdout":
+                status = 120
+                with contextlib.suppress(Exception):
+                    print(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}", file=sys.stderr)
+    return status
 
 
 def _written(invocation: Invocation) -> list[str]:
