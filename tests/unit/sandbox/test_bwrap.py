@@ -44,15 +44,18 @@ def processes_below(pid: int) -> list[int]:
 
 
 def process_1_of_box() -> int:
-    """The host's number of the only box's process 1."""
+    """The host's number of the only box's process 1: two namespaces below this one, the zygote's is one."""
     (one,) = [
         pid
         for pid in processes_below(os.getpid())
-        if (status := Path(f"/proc/{pid}/status").read_text()) and "NSpid:" in status
-        if status.split("NSpid:")[1].split("\n")[0].split()[-1] == "1"
-        if len(status.split("NSpid:")[1].split("\n")[0].split()) > 1
+        if (numbers := numbers_of(pid))[-1] == "1" and len(numbers) == len(numbers_of(os.getpid())) + 2
     ]
     return one
+
+
+def numbers_of(pid: int) -> list[str]:
+    """What a process is called in each namespace, from this one inwards."""
+    return Path(f"/proc/{pid}/status").read_text().split("NSpid:")[1].split("\n")[0].split()
 
 
 def test_s12_box_killed_from_outside() -> None:
