@@ -104,9 +104,7 @@ class BwrapBackend:
                 self._zygote = await Zygote.start(program, python, filters)
             return self._zygote
 
-    async def _fork(
-        self, zygote: Zygote, spec: Spec, group: cgroup.Group | None
-    ) -> tuple[Process, Channel]:
+    async def _fork(self, zygote: Zygote, spec: Spec, group: cgroup.Group | None) -> tuple[Process, Channel]:
         limits = spec.limits
         config = {
             "watch": group is None,

@@ -159,6 +159,7 @@ class Zygote:
             "filters": [program.hex() for program in filters],
             "masked": image.MASKED_PROC,
             "plain_path": plain_path,
+            "hidden": [*INSIDE, *(f"{INSIDE[-1]}.{name}" for name in PARTS)],
             "base_env": image.ENVIRONMENT,
         }
         await self._channel.send(config)

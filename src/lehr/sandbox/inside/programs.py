@@ -94,8 +94,9 @@ def _become(request: dict[str, Any], fds: list[int], tell: int, apart: bool) -> 
     os.umask(0o022)
     rights.become_candidate(apart=apart)
     os.chdir(os.path.join("/work", request["cwd"]))
-    with open("/proc/self/oom_score_adj", "w") as handle:
-        handle.write("1000")
+    score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    os.write(score, b"1000")
+    os.close(score)
 
 
 class Load(NamedTuple):

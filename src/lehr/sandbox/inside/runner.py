@@ -64,7 +64,8 @@ class Runner:
             if operation == "exec":
                 started = programs.start(request, fds, spent_s(), apart=self.apart)
                 if isinstance(started, script.Script):
-                    return started._replace(plain_path=self.birth.config["plain_path"])
+                    config = self.birth.config
+                    return started._replace(plain_path=config["plain_path"], hidden=config["hidden"])
                 self.execs[started.pid] = started
             elif operation == "kill":
                 self.kill(request["target"], children_only=request["children"])

@@ -8,12 +8,12 @@ What differs: ``sys.flags`` are those of a plain start, modules that were loaded
 
 from __future__ import annotations
 
+import _signal  # what ``signal`` wraps in enumerations, whose pages a fork would copy
 import atexit
 import contextlib
 import gc
 import io
 import os
-import signal
 import stat
 import sys
 import threading
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 LETTERS = frozenset("ISsEBu")
 STEERING = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "GCONV_", "LOCPATH")
 MOST_BYTES = 8 << 20
+INTERRUPTED = -2
 PROGRAM = sys.executable
 SITE_BUILTINS = ("copyright", "credits", "exit", "help", "license", "quit")
 
@@ -34,17 +35,20 @@ class Invocation(NamedTuple):
     """A command line that can be taken over.
 
     flags: single letters. code: what follows ``-c``, or None. argv: ``sys.argv`` as the script will see it.
+    written: the whole command line.
     """
 
     flags: frozenset[str]
     code: str | None
     argv: list[str]
+    written: Sequence[str]
 
 
 class Script(NamedTuple):
     """A compiled script, or the error that compiling it gave, with all that it needs to run as ``__main__``.
 
-    plain_path: ``sys.path`` of an interpreter without site packages.
+    plain_path: ``sys.path`` of an interpreter without site packages. hidden: modules that a new interpreter
+    would not have.
     """
 
     code: types.CodeType | None
@@ -53,6 +57,7 @@ class Script(NamedTuple):
     file: str | None
     env: Mapping[str, str]
     plain_path: Sequence[str] = ()
+    hidden: Sequence[str] = ()
 
 
 def understand(argv: Sequence[str], env: Mapping[str, str], own_env: Mapping[str, str]) -> Invocation | None:
@@ -78,10 +83,10 @@ def understand(argv: Sequence[str], env: Mapping[str, str], own_env: Mapping[str
         if dash:
             if not code and not rest:
                 return None
-            return Invocation(frozenset(flags), code or rest.pop(0), ["-c", *rest])
+            return Invocation(frozenset(flags), code or rest.pop(0), ["-c", *rest], argv)
     if not rest or rest[0] == "-":
         return None
-    return Invocation(frozenset(flags), None, rest)
+    return Invocation(frozenset(flags), None, rest, argv)
 
 
 def _which(name: str, path: str) -> str | None:
@@ -130,17 +135,15 @@ def _source(path: str) -> bytes:
 def run(script: Script) -> NoReturn:
     """Become ``python3`` that runs ``script``, to its end."""
     flags = script.invocation.flags
-    os.environ.clear()
-    os.environ.update(script.env)
-    time.tzset()
-    for number, action in (
-        (signal.SIGINT, signal.default_int_handler), (signal.SIGPIPE, signal.SIG_IGN),
-        (signal.SIGXFSZ, signal.SIG_IGN), (signal.SIGCHLD, signal.SIG_DFL),
-    ):  # fmt: skip
-        signal.signal(number, action)
+    if os.environ != script.env:
+        os.environ.clear()
+        os.environ.update(script.env)
+        time.tzset()
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     _streams(unbuffered="u" in flags)
     sys.argv[:] = script.invocation.argv
-    sys.orig_argv[:] = ["python3", *_written(script.invocation)]
+    sys.orig_argv[:] = script.invocation.written
     sys.dont_write_bytecode = "B" in flags
     if "S" in flags:
         sys.path[:] = script.plain_path
@@ -151,8 +154,8 @@ def run(script: Script) -> NoReturn:
         sys.path[:] = [entry for entry in sys.path if entry]
     if "I" not in flags:
         sys.path.insert(0, os.path.dirname(_resolved(script.file)) if script.file else "")
-    for name in [name for name in sys.modules if name == "lehr" or name.startswith("lehr.")]:
-        del sys.modules[name]
+    for name in script.hidden:
+        sys.modules.pop(name, None)
     main = types.ModuleType("__main__")
     space: dict[str, Any] = main.__dict__
     space["__builtins__"] = sys.modules["builtins"]
@@ -176,7 +179,7 @@ def run(script: Script) -> NoReturn:
         inner = error.__traceback__.tb_next if script.code and error.__traceback__ else None
         error.__traceback__ = inner
         sys.excepthook(type(error), error, inner)
-        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     _finish(status, [name for name in sys.modules if name not in known or name == "__main__"])
 
 
@@ -210,7 +213,11 @@ def _finish(status: int, modules: list[str]) -> NoReturn:
                 for key in [key for key in space if key.startswith("_") == private and key != "__builtins__"]:
                     space[key] = None
     gc.collect()
-    os._exit(_flush(status))
+    status = _flush(status)
+    if status == INTERRUPTED:
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+        os.kill(os.getpid(), _signal.SIGINT)
+    os._exit(status)
 
 
 def _flush(status: int) -> int:
@@ -228,13 +235,6 @@ def _flush(status: int) -> int:
     return status
 
 
-def _written(invocation: Invocation) -> list[str]:
-    letters = ["-" + letter for letter in sorted(invocation.flags)]
-    if invocation.code is None:
-        return [*letters, *invocation.argv]
-    return [*letters, "-c", invocation.code, *invocation.argv[1:]]
-
-
 def _resolved(path: str) -> str:
     return os.path.join(os.path.dirname(path), os.readlink(path)) if os.path.islink(path) else path
 
@@ -248,7 +248,12 @@ def _streams(*, unbuffered: bool) -> None:
         binary: Any = io.open(fd, "wb" if writes else "rb", 0 if raw_only else -1, closefd=False)
         (binary if raw_only else binary.raw).name = "<%s>" % name
         text = io.TextIOWrapper(
-            binary, old.encoding, old.errors, "\n", line_buffering=fd == 2, write_through=raw_only
+            binary,
+            old.encoding,
+            old.errors,
+            "\n",
+            line_buffering=fd == 2 and not raw_only,
+            write_through=raw_only,
         )
         text.mode = "w" if writes else "r"  # type: ignore[misc]
         for place in (name, "__%s__" % name):
