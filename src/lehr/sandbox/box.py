@@ -78,7 +78,8 @@ class RunnerBox:
             watch = Watch(self, number, meter, wall_s)
             started = loop.time()
             request = {
-                "op": "exec", "id": number, "argv": argv, "cwd": cwd, "env": {**image.ENVIRONMENT, **env}, "base_env": image.ENVIRONMENT,
+                "op": "exec", "id": number, "argv": argv, "cwd": cwd, "env": {**image.ENVIRONMENT, **env},
+                "base_env": image.ENVIRONMENT,
                 "rlimits": self.rlimits(), "nice": self.nice,
             }  # fmt: skip
             captures: list[Capture] = []

@@ -157,8 +157,14 @@ def _refusal(bwrap: str) -> str:
         "/proc",
     ]
     try:
+        user = choose_users().other
         done = subprocess.run(
-            [*inner, "--", "/bin/true"], capture_output=True, timeout=PROBE_S, **choose_users().identity
+            [*inner, "--", "/bin/true"],
+            capture_output=True,
+            timeout=PROBE_S,
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

@@ -7,8 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from lehr.sandbox.cgroup import Group
 
@@ -17,9 +16,9 @@ GONE_S = 2.0
 
 
 class Server:
-    """bubblewrap and all that runs below it. identity: see :class:`lehr.sandbox.users.Users`."""
+    """bubblewrap and all that runs below it. user: the number to run it as, None for this process's own."""
 
-    def __init__(self, argv: Sequence[str], fds: Sequence[int], identity: Mapping[str, Any]) -> None:
+    def __init__(self, argv: Sequence[str], fds: Sequence[int], user: int | None) -> None:
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         try:
             self._popen = subprocess.Popen(
@@ -30,7 +29,9 @@ class Server:
                 pass_fds=fds,
                 env={"PATH": PATH},
                 cwd="/",
-                **identity,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
             )
         except BaseException:
             os.close(self._errors)

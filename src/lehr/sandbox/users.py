@@ -6,7 +6,6 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 FIRST_UID, RANGES, RANGE = 0x7000_0000, 256, 1 << 16
 """Host user numbers of boxes when started by root: beyond every range that systemd or subuid hand out."""
@@ -29,9 +28,9 @@ class Users:
         return self.count > 1
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What makes ``subprocess`` start a program as ``first``."""
-        return {"user": self.first, "group": self.first, "extra_groups": []} if self.apart else {}
+    def other(self) -> int | None:
+        """The user to start bubblewrap as, None for this process's own."""
+        return self.first if self.apart else None
 
 
 def choose_users() -> Users:

@@ -79,7 +79,7 @@ def inside_code(python: str) -> tuple[list[str], bytes]:
     if done.returncode != 0:
         raise HostUnfit(
             f"{python} cannot compile the runner: {done.stderr.decode(errors='replace').strip()[-300:]}",
-            expected="python3 of version 3.9 or later",
+            expected="python3 of version 3.10 or later",
         )
     path, code = marshal.loads(done.stdout)
     return path, code
@@ -110,10 +110,10 @@ class Zygote:
             opened.callback(os.close, info)
             fds, files = etc_files(opened)
             argv = [program, "--info-fd", str(info_write)]
+            block, ready = os.pipe2(os.O_CLOEXEC)
+            opened.callback(os.close, ready)
+            opened.callback(os.close, block)
             if users.apart:
-                block, ready = os.pipe2(os.O_CLOEXEC)
-                opened.callback(os.close, ready)
-                opened.callback(os.close, block)
                 argv += ["--userns-block-fd", str(block)]
                 fds.append(block)
             inner = 0 if users.apart else OWN
@@ -124,7 +124,7 @@ class Zygote:
             argv += [*image.arguments(), *files, "--remount-ro", "/"]
             argv += ["--", python, "-c", BOOT, str(theirs.fileno())]
             try:
-                server = Server(argv, [*fds, info_write, theirs.fileno()], users.identity)
+                server = Server(argv, [*fds, info_write, theirs.fileno()], users.other)
             except OSError as error:
                 ours.close()
                 raise HostUnfit(f"cannot start bubblewrap: {error.strerror}") from error

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from lehr.sandbox.base import ExecResult, Limits, Spec
-from lehr.sandbox.bwrap import BwrapBackend
 from lehr.sandbox.box import RunnerBox
+from lehr.sandbox.bwrap import BwrapBackend
 from lehr.sandbox.inside import script
 
 SPEC = Spec(limits=Limits(memory_bytes=256 << 20, wall_s=20.0))
@@ -19,8 +19,8 @@ SCRIPTS = {
     "names": "print(__name__, __doc__, __spec__, __package__, sorted(globals()))",
     "file": "print(__file__); import sys; print(sys.path[0])",
     "path": "import sys; print(sys.path)",
-    "streams": "import sys; print([(s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.fileno()) for s in"
-    " (sys.stdin, sys.stdout, sys.stderr)]); print(repr(sys.stdin.read()))",
+    "streams": "import sys; print([(s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.fileno())"
+    " for s in (sys.stdin, sys.stdout, sys.stderr)]); print(repr(sys.stdin.read()))",
     "no output flushed late": "import sys; sys.stdout.write('no newline')",
     "exit number": "raise SystemExit(7)",
     "exit large": "import sys; sys.exit(256 + 3)",
@@ -38,7 +38,8 @@ SCRIPTS = {
     "atexit error": "import atexit; atexit.register(lambda: 1 / 0)",
     "unclosed file": "f = open('left', 'w'); f.write('kept')\n",
     "destructor": "class A:\n    def __del__(self): print('gone')\na = A()\nb = [A()]\nb.append(b)\n",
-    "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
+    "thread": "import threading, time\n"
+    "threading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
     "daemon": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
     "thread error": "import threading\nthreading.Thread(target=lambda: 1 / 0, name='t').start()",
     "signals": "import signal; print([(n, signal.getsignal(n)) for n in (2, 13, 15, 17, 25)])",
@@ -46,7 +47,8 @@ SCRIPTS = {
     "builtins": "print([hasattr(__builtins__, n) for n in ('exit', 'quit', 'help', 'copyright')])",
     "modules": "import sys; print([m for m in sys.modules if 'lehr' in m]); import lehr",
     "users": "import os; print(os.getuid(), os.geteuid(), os.getgid(), os.getgroups())",
-    "limits": "import resource as r; print([r.getrlimit(k) for k in (r.RLIMIT_CORE, r.RLIMIT_NOFILE, r.RLIMIT_CPU)])",
+    "limits": "import resource as r\n"
+    "print([r.getrlimit(k) for k in (r.RLIMIT_CORE, r.RLIMIT_NOFILE, r.RLIMIT_CPU)])",
     "descriptors": "import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:3])",
     "fork": "import os\npid = os.fork()\nif not pid: os._exit(3)\nprint(os.waitpid(pid, 0)[1] >> 8)",
     "subprocess": "import subprocess as s; print(s.run(['sh', '-c', 'echo in; exit 4'], capture_output=True))",

@@ -62,9 +62,9 @@ def become_zygote(config: dict[str, Any]) -> None:
     os.setresgid(first, first, first)
     os.setresuid(first, first, first)
     for name in READ_ONLY_PROC:
-        if LIBC.umount2(f"/proc/{name}".encode(), MNT_DETACH) != 0:
-            if ctypes.get_errno() not in (errno.EINVAL, errno.ENOENT):  # it was not covered, or is not there
-                check(-1, f"uncover /proc/{name}")
+        failed = LIBC.umount2(f"/proc/{name}".encode(), MNT_DETACH) != 0
+        if failed and ctypes.get_errno() not in (errno.EINVAL, errno.ENOENT):  # not covered, or not there
+            check(-1, f"uncover /proc/{name}")
 
 
 def fork_into_new_pids(own: int) -> int:

@@ -1,19 +1,19 @@
 """Running a Python script in a fork of the interpreter that is loaded already, as a new interpreter would.
 
-Only what a fork can do faithfully is taken over: ``python3 [-I] [-S] [-s] [-E] [-B] [-u] SCRIPT|-c CODE``, by the
-same interpreter, in an environment that does not steer interpreters. Everything else is executed as asked.
+Only what a fork can do faithfully is taken over: ``python3 [-I] [-S] [-s] [-E] [-B] [-u] SCRIPT|-c CODE``, by
+the same interpreter, in an environment that does not steer interpreters. Everything else is executed as asked.
 What differs: ``sys.flags`` are those of a plain start, modules that were loaded beforehand are in
-``sys.modules``, the hash seed is the image's, and two frames lie below the script's.
+``sys.modules``, hash seed and address layout are the image's, and two frames lie below the script's.
 """
 
 from __future__ import annotations
 
-import _signal  # what ``signal`` wraps in enumerations, whose pages a fork would copy
 import atexit
 import contextlib
 import gc
 import io
 import os
+import signal
 import stat
 import sys
 import threading
@@ -97,12 +97,12 @@ def _which(name: str, path: str) -> str | None:
     return None
 
 
-_NAMES = {"python3", "python3.%d" % sys.version_info[1]}
+_NAMES = {"python3", f"python3.{sys.version_info[1]}"}
 
 
 def load(invocation: Invocation, env: Mapping[str, str]) -> Script | None:
     """Read and compile, as the candidate and in its folder; None if it has to be executed after all."""
-    version = "python%d.%d" % sys.version_info[:2]
+    version = f"python3.{sys.version_info[1]}"
     home = env.get("HOME", "")
     if not invocation.flags & {"I", "s"} and os.path.exists(f"{home}/.local/lib/{version}/site-packages"):
         return None
@@ -139,8 +139,8 @@ def run(script: Script) -> NoReturn:
         os.environ.clear()
         os.environ.update(script.env)
         time.tzset()
-    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-    _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _streams(unbuffered="u" in flags)
     sys.argv[:] = script.invocation.argv
     sys.orig_argv[:] = script.invocation.written
@@ -215,8 +215,8 @@ def _finish(status: int, modules: list[str]) -> NoReturn:
     gc.collect()
     status = _flush(status)
     if status == INTERRUPTED:
-        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-        os.kill(os.getpid(), _signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
 
 
@@ -242,11 +242,11 @@ def _resolved(path: str) -> str:
 def _streams(*, unbuffered: bool) -> None:
     """Open the standard streams anew: what they are connected to has changed."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        old = getattr(sys, "__%s__" % name)
+        old = getattr(sys, f"__{name}__")
         writes = fd > 0
         raw_only = unbuffered and writes
-        binary: Any = io.open(fd, "wb" if writes else "rb", 0 if raw_only else -1, closefd=False)
-        (binary if raw_only else binary.raw).name = "<%s>" % name
+        binary: Any = open(fd, "wb" if writes else "rb", 0 if raw_only else -1, closefd=False)  # noqa: SIM115
+        (binary if raw_only else binary.raw).name = f"<{name}>"
         text = io.TextIOWrapper(
             binary,
             old.encoding,
@@ -256,5 +256,5 @@ def _streams(*, unbuffered: bool) -> None:
             write_through=raw_only,
         )
         text.mode = "w" if writes else "r"  # type: ignore[misc]
-        for place in (name, "__%s__" % name):
+        for place in (name, f"__{name}__"):
             setattr(sys, place, text)
