@@ -96,6 +96,34 @@ class Shell(Protocol):
         ...
 
 
+class Snapshot(Protocol):
+    """The recorded state of a box. It outlives the box and holds memory or disk until it is discarded.
+
+    kind: ``files`` is what the box's disk held; ``memory`` is that and every process that ran. A program that
+    was restored with its memory repeats what it had drawn from a generator seeded before; fresh randomness
+    of the kernel and a new box id are what each restored box gets.
+    """
+
+    @property
+    def id(self) -> str:
+        """A name that is unique on this host."""
+        ...
+
+    @property
+    def spec(self) -> Spec:
+        """What boxes it can be restored into."""
+        ...
+
+    @property
+    def kind(self) -> Literal["files", "memory"]:
+        """What it recorded."""
+        ...
+
+    async def discard(self) -> None:
+        """Free what it holds. Boxes that were restored from it live on. Idempotent."""
+        ...
+
+
 class Box(Protocol):
     """One isolated machine-within-the-machine. Paths are relative to its working folder ``/work``
     unless absolute; they are resolved inside the box without following links.
@@ -141,6 +169,14 @@ class Box(Protocol):
         """Start a persistent shell in the working folder."""
         ...
 
+    async def snapshot(self) -> Snapshot:
+        """Record the box's state; what runs in it is held still meanwhile and goes on after."""
+        ...
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Kill everything in the box and bring the recorded state back. Shells of before have ended."""
+        ...
+
     async def destroy(self) -> None:
         """Kill everything in the box and remove what it wrote. Idempotent and bounded in time."""
         ...
@@ -151,8 +187,8 @@ class Backend(Protocol):
 
     name: str
 
-    async def create(self, spec: Spec) -> Box:
-        """Make a fresh box, or raise ``HostUnfit`` / ``SandboxError``."""
+    async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> Box:
+        """Make a box, fresh or in the state of a snapshot, or raise ``HostUnfit`` / ``SandboxError``."""
         ...
 
     async def close(self) -> None:
