@@ -8,15 +8,18 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lehr.sandbox import collect, image, verdict
-from lehr.sandbox.base import ExecResult, ExecUsage, Spec
+from lehr.sandbox.base import ExecResult, ExecUsage, Snapshot, Spec
 from lehr.sandbox.channel import Answer, Channel, ChannelLost
 from lehr.sandbox.errors import Refused, SandboxError
 from lehr.sandbox.launch import Process
 from lehr.sandbox.shell import PipeShell
 from lehr.sandbox.streams import Capture, Feeder
+
+if TYPE_CHECKING:
+    from lehr.sandbox.zygote import Layers
 
 TICK_S = 0.05
 GRACE_S = 0.35
@@ -29,8 +32,9 @@ REFUSED_FORKS = 64
 class RunnerBox:
     """Life cycle: made by a backend, used under one lease, destroyed. Broken ones answer ``broken``."""
 
-    def __init__(self, spec: Spec, process: Process, channel: Channel) -> None:
+    def __init__(self, spec: Spec, process: Process, channel: Channel, maker: Maker) -> None:
         self.id = f"box-{secrets.token_hex(6)}"
+        self._maker = maker
         self.spec = spec
         self._process = process
         self._channel = channel
@@ -39,6 +43,7 @@ class RunnerBox:
         self._shells: list[PipeShell] = []
         self._released = False
         self._destroying: asyncio.Task[None] | None = None
+        self.ended: asyncio.Future[None] = self._loop.create_future()
 
     @property
     def broken(self) -> bool:
@@ -242,6 +247,35 @@ class RunnerBox:
         if shell in self._shells:
             self._shells.remove(shell)
 
+    async def snapshot(self) -> FileSnapshot:
+        """Record what is on the box's disk. Costs what it takes to copy what changed since the last one."""
+        limits, layers = self.spec.limits, self._process.layers
+        async with self._turn:
+            answer = await self._ask({"op": "hold"}, "its disk")
+            try:
+                recorded = await layers.zygote.record(
+                    answer.fds[0], layers, limits.disk_bytes, limits.inodes
+                )
+            except ChannelLost as error:
+                raise SandboxError("the box's disk cannot be recorded: the box is gone") from error
+            finally:
+                os.close(answer.fds[0])
+                await self._ask({"op": "go"}, "its programs")
+        return FileSnapshot(self.spec, recorded)
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Kill everything in the box and bring the recorded disk back, in namespaces that are new."""
+        self.give_up()
+        async with self._turn:
+            for shell in list(self._shells):
+                shell.abandon()
+            old = self._loop.create_task(self._process.gone())
+            try:
+                self._process, self._channel = await self._maker.start(self.spec, snapshot)
+                self._released = False
+            finally:
+                await asyncio.shield(old)
+
     async def destroy(self) -> None:
         """Kill everything in the box and remove what it wrote. Idempotent and bounded in time."""
         if self._destroying is None:
@@ -254,6 +288,31 @@ class RunnerBox:
         for shell in list(self._shells):
             shell.abandon()
         await self._process.gone()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class Maker(Protocol):
+    """What starts a process 1 for a box that is restored."""
+
+    async def start(self, spec: Spec, snapshot: Snapshot | None = None) -> tuple[Process, Channel]:
+        """Start it in the state of the snapshot."""
+        ...
+
+
+class FileSnapshot:
+    """What was on a box's disk. See :class:`lehr.sandbox.base.Snapshot`."""
+
+    kind: Literal["files", "memory"] = "files"
+
+    def __init__(self, spec: Spec, layers: Layers) -> None:
+        self.id = f"snapshot-{secrets.token_hex(6)}"
+        self.spec = spec
+        self.layers = layers
+
+    async def discard(self) -> None:
+        """Free its layers as far as nobody else stands on them. Idempotent."""
+        self.layers.free()
 
 
 class Meter:

@@ -15,12 +15,12 @@ import socket
 
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import cgroup, host, image, seccomp
-from lehr.sandbox.base import BACKENDS, Spec
-from lehr.sandbox.box import RunnerBox
+from lehr.sandbox.base import BACKENDS, Snapshot, Spec
+from lehr.sandbox.box import FileSnapshot, RunnerBox
 from lehr.sandbox.channel import Channel, ChannelLost
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.launch import PATH, Process
-from lehr.sandbox.zygote import READY_S, Zygote
+from lehr.sandbox.zygote import READY_S, Layers, Zygote
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,16 @@ class BwrapBackend:
         _warn_unlimited("; ".join(f"{name}: {why}" for name, why in sorted(places.lacking.items())))
         return None
 
-    async def create(self, spec: Spec) -> RunnerBox:
-        """Make a fresh box, or raise ``MissingDependency`` / ``HostUnfit`` with the next step."""
+    async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> RunnerBox:
+        """Make a box, or raise ``MissingDependency`` / ``HostUnfit`` with the next step."""
+        process, channel = await self.start(spec, snapshot)
+        box = RunnerBox(spec, process, channel, self)
+        self._boxes.add(box)
+        box.ended.add_done_callback(lambda _: self._boxes.discard(box))
+        return box
+
+    async def start(self, spec: Spec, snapshot: Snapshot | None = None) -> tuple[Process, Channel]:
+        """Start process 1 of a box."""
         program = shutil.which("bwrap", path=PATH)
         if program is None:
             raise MissingDependency(
@@ -65,11 +73,12 @@ class BwrapBackend:
             )
         if spec.image != "host":
             raise HostUnfit(f"the bwrap backend has no image {spec.image!r}", expected="image 'host'")
+        base = self._base(spec, snapshot)
         places = self._places()
-        zygote = await self._hatch(program, python)
+        zygote = base.zygote if base else await self._hatch(program, python)
         group = make_group(places, spec) if places else None
         try:
-            process, channel = await self._fork(zygote, spec, group)
+            process, channel = await self._fork(zygote, spec, group, base)
         except ChannelLost as error:
             if group:
                 group.remove()
@@ -87,10 +96,18 @@ class BwrapBackend:
             if isinstance(error, ChannelLost | TimeoutError):
                 raise host.unfit(zygote.said) from error
             raise
-        box = RunnerBox(spec, process, channel)
-        self._boxes.add(box)
-        process.ended.add_done_callback(lambda _: self._boxes.discard(box))
-        return box
+        return process, channel
+
+    def _base(self, spec: Spec, snapshot: Snapshot | None) -> Layers | None:
+        if snapshot is None:
+            return None
+        if not isinstance(snapshot, FileSnapshot):
+            raise SandboxError(f"{snapshot.id} is not a snapshot of the bwrap backend")
+        if snapshot.spec != spec:
+            raise SandboxError(
+                f"{snapshot.id} was taken of a box of another spec", expected=f"a box of {snapshot.spec}"
+            )
+        return snapshot.layers
 
     async def _hatch(self, program: str, python: str) -> Zygote:
         """Return the zygote, started if there is none that lives."""
@@ -104,7 +121,9 @@ class BwrapBackend:
                 self._zygote = await Zygote.start(program, python, filters)
             return self._zygote
 
-    async def _fork(self, zygote: Zygote, spec: Spec, group: cgroup.Group | None) -> tuple[Process, Channel]:
+    async def _fork(
+        self, zygote: Zygote, spec: Spec, group: cgroup.Group | None, base: Layers | None
+    ) -> tuple[Process, Channel]:
         limits = spec.limits
         config = {
             "watch": group is None,
@@ -123,9 +142,9 @@ class BwrapBackend:
             for door in doors:
                 opened.callback(os.close, door)
             async with asyncio.timeout(READY_S):
-                pidfd, pair = await zygote.fork(config, theirs.fileno(), doors)
+                pidfd, stand = await zygote.fork(config, theirs.fileno(), doors, base)
             undo.pop_all()
-        process = Process(pidfd, group, functools.partial(zygote.free, pair))
+        process = Process(pidfd, group, stand)
         return process, Channel(asyncio.get_running_loop(), ours)
 
     async def _wait_ready(self, channel: Channel) -> None:

@@ -8,8 +8,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lehr.sandbox.cgroup import Group
+
+if TYPE_CHECKING:
+    from lehr.sandbox.zygote import Layers
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 GONE_S = 2.0
@@ -90,14 +94,11 @@ class Handle:
 
 
 class Process:
-    """Process 1 of a box and its control group. Killing process 1 kills everything in the box.
+    """Process 1 of a box, its control group and what it stands on. Killing process 1 kills everything in it."""
 
-    free: called once nothing is left.
-    """
-
-    def __init__(self, pidfd: int, group: Group | None, free: Callable[[], None]) -> None:
+    def __init__(self, pidfd: int, group: Group | None, layers: Layers) -> None:
         self.group = group
-        self._free = free
+        self.layers = layers
         self._handle = Handle(pidfd)
 
     @property
@@ -117,4 +118,4 @@ class Process:
         self._handle.abandon()
         if self.group:
             self.group.remove()
-        self._free()
+        self.layers.free()

@@ -18,6 +18,7 @@ from typing import Any
 
 from lehr.core.errors import HostUnfit
 from lehr.sandbox import image
+from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.channel import Channel, ChannelLost
 from lehr.sandbox.host import unfit
 from lehr.sandbox.launch import Server
@@ -44,7 +45,7 @@ parts = [(n, compile(s, n, "exec", dont_inherit=True)) for n, s in parts]
 sys.stdout.buffer.write(marshal.dumps((sys.path, marshal.dumps(parts, 2)), 2))
 """
 INSIDE = ("lehr", "lehr.sandbox", "lehr.sandbox.inside")
-PARTS = ("wire", "rights", "files", "script", "programs", "zygote", "runner")
+PARTS = ("wire", "rights", "layers", "files", "script", "programs", "zygote", "runner")
 NAMESPACES = (
     "--unshare-user",
     "--unshare-ipc",
@@ -53,9 +54,12 @@ NAMESPACES = (
     "--unshare-uts",
     "--unshare-cgroup-try",
 )
-RIGHTS = ("SYS_ADMIN", "SETPCAP", "SYS_RESOURCE", "SETUID", "SETGID", "NET_ADMIN", "CHOWN")
+RIGHTS = ("SYS_ADMIN", "SETPCAP", "SYS_RESOURCE", "SETUID", "SETGID", "NET_ADMIN", "CHOWN") + (
+    "DAC_OVERRIDE", "FOWNER", "FSETID"
+)
 """Over the image's own user namespace. Boxes are forked out of it into namespaces over which they have none."""
 READY_S = 20.0
+RECORD_S = 30.0
 
 
 OWN = 1000
@@ -96,7 +100,9 @@ class Zygote:
         self._channel = channel
         self._users = users
         self._pairs = itertools.cycle(range(1, max(2, users.count // 2)))
-        self._taken: set[int] = set()
+        self._pair_uses: dict[int, int] = {}
+        self._layers = itertools.count(1)
+        self._uses: dict[int, int] = {}
 
     @classmethod
     async def start(cls, program: str, python: str, filters: Sequence[bytes]) -> Zygote:
@@ -175,37 +181,88 @@ class Zygote:
         """Whether it has ended."""
         return self._channel.lost
 
-    async def fork(self, config: Mapping[str, Any], control: int, doors: Sequence[int]) -> tuple[int, int]:
-        """Fork a process 1 that speaks on ``control``. Returns its pidfd, and the number for :meth:`free`.
+    async def fork(
+        self, config: Mapping[str, Any], control: int, doors: Sequence[int], base: Layers | None
+    ) -> tuple[int, Layers]:
+        """Fork a process 1 that speaks on ``control``. Returns its pidfd, and what it stands on, which it owns.
 
-        doors: open ``cgroup.procs`` files, which it joins before anything else.
+        doors: open ``cgroup.procs`` files, which it joins before anything else. base: what it starts from.
         Raises ``ChannelLost`` if the zygote has ended, ``HostUnfit`` if the kernel refuses.
         """
-        pair = self._take() if self._users.apart else 0
+        stand = base.share() if base else Layers(self, (), self._take())
+        pair = stand.pair
         users = [[999, 2 * pair], [1000, 2 * pair + 1]] if self._users.apart else [[OWN, OWN]]
-        request = {"op": "box", **config, "maps": users, "candidate": users[-1][1]}
+        request = {"op": "box", **config, "maps": users, "candidate": users[-1][1], "layers": stand.numbers}
         try:
             answer = await self._channel.ask(request, (control, *doors))
             if "error" in answer.header:
                 raise HostUnfit(f"the kernel refuses a process for a box: {answer.header['error']}")
         except BaseException:
-            self.free(pair)
+            stand.free()
             raise
-        return answer.fds[0], pair
+        return answer.fds[0], stand
+
+    async def record(self, disk: int, below: Layers, disk_bytes: int, inodes: int) -> Layers:
+        """Copy a box's disk, an open folder, into a layer on top of what the box stands on."""
+        number = next(self._layers)
+        size = {"layer": number, "disk_bytes": disk_bytes, "inodes": inodes}
+        async with asyncio.timeout(RECORD_S):
+            answer = await self._channel.ask({"op": "record", **size}, (disk,))
+        if "error" in answer.header:
+            raise SandboxError(f"cannot record the box's disk: {answer.header['error']}")
+        self._uses[number] = 0
+        return below.share(number)
 
     def _take(self) -> int:
-        pair = next(pair for pair in self._pairs if pair not in self._taken)
-        self._taken.add(pair)
-        return pair
+        if not self._users.apart:
+            return 0
+        return next(pair for pair in self._pairs if not self._pair_uses.get(pair))
 
-    def free(self, pair: int) -> None:
-        """Give the users of a box that is gone back."""
-        self._taken.discard(pair)
+    def hold(self, stand: Layers) -> None:
+        """Count one more user of a pair of users and of layers."""
+        self._pair_uses[stand.pair] = self._pair_uses.get(stand.pair, 0) + 1
+        for number in stand.numbers:
+            self._uses[number] += 1
+
+    def let_go(self, stand: Layers) -> None:
+        """Count one user less; layers that nobody uses are discarded."""
+        self._pair_uses[stand.pair] -= 1
+        if not self._pair_uses[stand.pair]:
+            del self._pair_uses[stand.pair]
+        for number in stand.numbers:
+            self._uses[number] -= 1
+            if not self._uses[number]:
+                del self._uses[number]
+                self._channel.send_now({"op": "discard", "id": 0, "layer": number})
 
     async def close(self) -> None:
         """End it, and with it every box that is left. Idempotent."""
         self._channel.close()
         await self._server.close()
+
+
+class Layers:
+    """What a box stands on: recorded layers, and the pair of users to whom the files in them belong.
+
+    Counted, so that neither is given to others while a box or a snapshot uses it.
+    """
+
+    def __init__(self, zygote: Zygote, numbers: tuple[int, ...], pair: int) -> None:
+        self.zygote = zygote
+        self.numbers = numbers
+        self.pair = pair
+        self._held = True
+        zygote.hold(self)
+
+    def share(self, *more: int) -> Layers:
+        """Return the same for another owner, with layers on top."""
+        return Layers(self.zygote, (*self.numbers, *more), self.pair)
+
+    def free(self) -> None:
+        """Give it up. Idempotent."""
+        if self._held:
+            self._held = False
+            self.zygote.let_go(self)
 
 
 def _map(pid: int, users: Users) -> None:

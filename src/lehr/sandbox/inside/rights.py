@@ -22,7 +22,7 @@ NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 4, 22, 24, 38, 47
 KILL, SETGID, SETUID = 5, 6, 7
 RUNNER, CANDIDATE = 999, 1000
-OWN_INODES = 4
+OWN_INODES = 16
 MOST_FDS = 1 << 16
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 READ_ONLY_PROC = ("sys", "bus", "fs", "irq", "sysrq-trigger")
@@ -82,8 +82,11 @@ def fork_into_new_pids(own: int) -> int:
 # --- a box
 
 
-def set_up(birth: Birth) -> None:
-    """Make the fork a box of its own: groups, namespaces, mounts, users; then drop all rights."""
+def set_up(birth: Birth) -> int:
+    """Make the fork a box of its own: groups, namespaces, mounts, users; then drop all rights.
+
+    Returns the folder of its disk.
+    """
     config = birth.config
     for door in birth.doors:
         os.write(door, b"0")
@@ -98,7 +101,7 @@ def set_up(birth: Birth) -> None:
             check(-1, "make namespaces")  # EINVAL: a kernel without them
     check(LIBC.sethostname(b"box", 3), "set the host name")
     raise_loopback()
-    lay_out(config)
+    disk = lay_out(config)
     os.umask(0o022)
     os.chdir("/work")
     check(LIBC.unshare(NEW_USERS), "make a user namespace")
@@ -111,6 +114,7 @@ def set_up(birth: Birth) -> None:
     forbid_namespaces(proc)
     os.close(proc)
     drop(bytes.fromhex(config["filters"][config["watch"]]), apart=config["apart"])
+    return disk
 
 
 def raise_loopback() -> None:
@@ -120,8 +124,11 @@ def raise_loopback() -> None:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, request)
 
 
-def lay_out(config: dict[str, Any]) -> None:
-    """Mount the box's own /proc, and one size- and inode-limited disk behind /work, /tmp and /dev/shm."""
+def lay_out(config: dict[str, Any]) -> int:
+    """Mount the box's own /proc, and one size- and inode-limited disk behind /work, /tmp and /dev/shm.
+
+    Returns the disk's folder. With layers, the disk holds what differs from them.
+    """
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for name in config["masked"]:
         path = f"/proc/{name}"
@@ -134,11 +141,23 @@ def lay_out(config: dict[str, Any]) -> None:
             mount(path, path, "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     size = f"size={config['disk_bytes']},nr_inodes={config['inodes'] + OWN_INODES},mode=0755"
     mount("box", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
-    owner = config["candidate"]
+    disk = os.open("/tmp", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    owner, below = config["candidate"], config["layers"]
     for name, mode, target in (("work", 0o755, "/work"), ("shm", 0o1777, "/dev/shm"), ("tmp", 0o1777, "/tmp")):
-        os.mkdir("/tmp/" + name, mode)
-        os.chown("/tmp/" + name, owner, owner)
-        mount("/tmp/" + name, target, "", MS_BIND)
+        upper = "/tmp/" + name
+        if below:
+            mode = os.stat(f"/run/{below[-1]}/{name}").st_mode & 0o7777
+        os.mkdir(upper, mode)
+        os.chown(upper, owner, owner)
+        if below:
+            os.mkdir(f"/tmp/.{name}", 0o700)
+            lower = ":".join(f"/run/{number}/{name}" for number in reversed(below))
+            places = f"lowerdir={lower},upperdir={upper},workdir=/tmp/.{name},userxattr"
+            mount("box", target, "overlay", MS_NOSUID | MS_NODEV, places)
+        else:
+            mount(upper, target, "", MS_BIND)
+    check(LIBC.umount2(b"/run", MNT_DETACH), "take the layers away")
+    return disk
 
 
 def forbid_namespaces(proc: int) -> None:

@@ -33,7 +33,7 @@ class Runner:
     def serve(self) -> script.Script:
         """Set the box up, say so, and serve. Returns only in forks, with the script that they are to run."""
         try:
-            rights.set_up(self.birth)
+            self.disk = rights.set_up(self.birth)
         except OSError as error:
             self.wire.send({"id": 0, "error": str(error)})
             farewell()
@@ -75,6 +75,12 @@ class Runner:
                 self.lend(request["id"], files.open_to_read(request["path"]))
             elif operation == "tree":
                 self.tree(request, fds[0])
+            elif operation == "hold":
+                _signal(-1, signal.SIGSTOP)
+                self.wire.send({"id": request["id"]}, self.disk)
+            elif operation == "go":
+                _signal(-1, signal.SIGCONT)
+                self.wire.send({"id": request["id"]})
         except OSError as error:
             self.wire.send({"id": request["id"], "error": error.strerror or str(error), "errno": error.errno})
         for fd in fds:
@@ -210,9 +216,9 @@ def _wake(_number: int, _frame: object) -> None:
     """Make the wake-up descriptor readable; the loop does the rest."""
 
 
-def _signal(pid: int) -> None:
+def _signal(pid: int, number: int = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 def spent_s() -> float:

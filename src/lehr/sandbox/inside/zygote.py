@@ -19,7 +19,7 @@ import struct
 import sys
 from typing import Any, NamedTuple
 
-from lehr.sandbox.inside import rights
+from lehr.sandbox.inside import layers, rights
 from lehr.sandbox.inside.wire import Wire
 
 PRELOADED = (
@@ -28,6 +28,10 @@ PRELOADED = (
     "threading", "time", "traceback", "types", "typing",
 )  # fmt: skip
 """What scripts use most. Each further module makes every fork dearer."""
+
+
+WANTS_MAPS = -1
+"""What a fork says that has made its user namespace; a fork that records a layer says 0 or an error number."""
 
 
 class Birth(NamedTuple):
@@ -45,7 +49,7 @@ class Birth(NamedTuple):
 
     def ask_for_maps(self) -> None:
         """Have the zygote map this process's new user namespace; returns once it is done."""
-        os.write(self.asks, struct.pack("!i", self.config["id"]))
+        os.write(self.asks, struct.pack("!ii", self.config["id"], WANTS_MAPS))
         answer = os.read(self.mapped, 4)
         code = struct.unpack("!i", answer)[0] if answer else errno.EPIPE
         if code:
@@ -66,6 +70,7 @@ class Zygote:
     def __init__(self, control: socket.socket) -> None:
         self.wire = Wire(control)
         self.newborn: dict[int, Newborn] = {}
+        self.recording: dict[int, int] = {}
         self.asks, self.asks_write = os.pipe2(os.O_CLOEXEC)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -73,6 +78,7 @@ class Zygote:
         """Fork a box for each request. Returns only in the forks."""
         config, _, _ = self.wire.receive()
         rights.become_zygote(config)
+        layers.prepare()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         preload()
@@ -83,13 +89,60 @@ class Zygote:
         while True:
             for fd, _ in poll.poll():
                 if fd == self.asks:
-                    self.map_users(struct.unpack("!i", os.read(self.asks, 4))[0])
-                elif (birth := self.fork(config)) is not None:
+                    self.hear(*struct.unpack("!ii", os.read(self.asks, 8)))
+                elif (birth := self.handle(config)) is not None:
                     return birth
 
-    def fork(self, shared: dict[str, Any]) -> Birth | None:
-        """Fork one box; returns what it is to become in the fork, None here."""
+    def handle(self, shared: dict[str, Any]) -> Birth | None:
+        """Serve one request; returns only in the fork of a box what it is to become."""
         request, fds, _ = self.wire.receive()
+        if request["op"] == "box":
+            return self.fork(shared, request, fds)
+        if request["op"] == "record":
+            self.record(request, fds[0])
+        elif request["op"] == "discard":
+            layers.remove(request["layer"])
+        return None
+
+    def hear(self, number: int, word: int) -> None:
+        """A fork has said something."""
+        if word == WANTS_MAPS:
+            self.map_users(number)
+        elif number in self.recording:
+            layer = self.recording.pop(number)
+            if word == 0:
+                layers.seal(layer)
+                self.wire.send({"id": number})
+            else:
+                layers.remove(layer)
+                self.wire.send({"id": number, "error": os.strerror(word), "errno": word})
+
+    def record(self, request: dict[str, Any], disk: int) -> None:
+        """Have a fork copy a box's disk into a new layer; it says so when it is done."""
+        number, layer = request["id"], request["layer"]
+        try:
+            layers.make(layer, request["disk_bytes"], request["inodes"])
+            pid = os.fork()
+        except OSError as error:
+            layers.remove(layer)
+            self.wire.send({"id": number, "error": error.strerror, "errno": error.errno})
+            pid = -1
+        else:
+            self.recording[number] = layer
+        if pid == 0:
+            word = errno.EIO
+            try:
+                layers.record(disk, layer)
+                word = 0
+            except OSError as error:
+                word = error.errno or word
+            finally:
+                os.write(self.asks_write, struct.pack("!ii", number, word))
+                os._exit(0)
+        os.close(disk)
+
+    def fork(self, shared: dict[str, Any], request: dict[str, Any], fds: list[int]) -> Birth | None:
+        """Fork one box; returns what it is to become in the fork, None here."""
         mapped, reply = os.pipe2(os.O_CLOEXEC)
         try:
             pid = rights.fork_into_new_pids(self.own_pids)
