@@ -197,15 +197,23 @@ class Backend(Protocol):
 
 
 class Boxes(Protocol):
-    """Where boxes are leased; the pool, or a daemon's client. A lease always ends in destruction."""
+    """Where boxes are leased; the pool, or a daemon's client. A lease always ends in destruction.
 
-    def lease(self, spec: Spec, *, timeout_s: float = 30.0) -> AbstractAsyncContextManager[Box]:
-        """Yield a fresh box. Waits in line up to ``timeout_s``, then raises ``DeadlineExceeded`` that says
-        why no box was free. The box is destroyed at the end, also when the caller is cancelled.
+    A lease expires unless it is used or renewed. domain: on whose quota the box counts.
+    """
+
+    def lease(
+        self, spec: Spec, *, timeout_s: float = 30.0, snapshot: Snapshot | None = None, domain: str = ""
+    ) -> AbstractAsyncContextManager[Box]:
+        """Yield a box, fresh or in the state of a snapshot. Waits in line up to ``timeout_s``, then raises
+        ``DeadlineExceeded`` that says why no box was free. The box is destroyed at the end, also when the
+        caller is cancelled.
         """
         ...
 
-    async def acquire(self, spec: Spec, *, timeout_s: float = 30.0) -> Box:
+    async def acquire(
+        self, spec: Spec, *, timeout_s: float = 30.0, snapshot: Snapshot | None = None, domain: str = ""
+    ) -> Box:
         """The same by hand; pair with :meth:`release`."""
         ...
 

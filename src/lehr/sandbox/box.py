@@ -253,9 +253,7 @@ class RunnerBox:
         async with self._turn:
             answer = await self._ask({"op": "hold"}, "its disk")
             try:
-                recorded = await layers.zygote.record(
-                    answer.fds[0], layers, limits.disk_bytes, limits.inodes
-                )
+                recorded = await layers.zygote.record(answer.fds[0], layers, limits.disk_bytes, limits.inodes)
             except ChannelLost as error:
                 raise SandboxError("the box's disk cannot be recorded: the box is gone") from error
             finally:

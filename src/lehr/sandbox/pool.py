@@ -4,118 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, overload
 
 from lehr.core.errors import DeadlineExceeded, LehrError
 from lehr.core.protocols import NullRecorder, Recorder
-from lehr.sandbox.base import BACKENDS, Backend, Box, ExecResult, Shell, Spec
+from lehr.sandbox.base import BACKENDS, Backend, Box, Snapshot, Spec
 from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.lease import LeasedBox, Origin
 
 RELEASE_S = 5.0
+LEASE_S = 3600.0
 WARM_SPECS = 8
+MAKERS = 2
 
 
-class LeasedBox:
-    """A box as its holder sees it: every call is recorded, and refused once the lease has ended."""
+@dataclass(slots=True)
+class Waiter:
+    """Somebody in line."""
 
-    def __init__(
-        self, box: Box, recorder: Recorder, backend: str, obtained: Literal["warm", "cold"], queue_s: float
-    ):
-        self._box = box
-        self._recorder = recorder
-        self._facts = {"box": box.id, "backend": backend, "obtained": obtained, "queue_s": queue_s}
-        self.ended = False
-
-    @property
-    def id(self) -> str:
-        """A name that is unique on this host."""
-        return self._box.id
-
-    def _live(self) -> Box:
-        if self.ended:
-            raise SandboxError(f"{self.id} was released", expected="a box whose lease is open")
-        return self._box
-
-    def _note(self, result: ExecResult, what: str) -> ExecResult:
-        self._recorder.record(
-            "sandbox.exec",
-            **self._facts,
-            program=what,
-            verdict=result.verdict,
-            exit_code=result.exit_code,
-            signal=result.signal,
-            truncated=result.truncated,
-            detail=result.detail,
-            **asdict(result.usage),
-        )
-        return result
-
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str = ".",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
-        """Run a program to its end; see :meth:`lehr.sandbox.base.Box.exec`."""
-        result = await self._live().exec(argv, stdin=stdin, env=env, cwd=cwd, timeout_s=timeout_s)
-        return self._note(result, argv[0])
-
-    async def write(self, path: str, data: bytes) -> None:
-        """Create or replace a regular file."""
-        await self._live().write(path, data)
-
-    async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
-        """Return a regular file's content."""
-        return await self._live().read(path, limit_bytes=limit_bytes)
-
-    async def tree(
-        self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
-    ) -> Mapping[str, bytes | None]:
-        """Return every regular file below ``path`` with its content, and each folder with None."""
-        return await self._live().tree(path, limit_files=limit_files, limit_bytes=limit_bytes)
-
-    async def shell(self) -> Shell:
-        """Start a persistent shell in the working folder."""
-        return LeasedShell(await self._live().shell(), self)
-
-    def note_shell(self, result: ExecResult) -> ExecResult:
-        """Record one command of a shell."""
-        return self._note(result, "shell")
-
-    async def destroy(self) -> None:
-        """Kill everything in the box and remove what it wrote."""
-        self.ended = True
-        await self._box.destroy()
-
-
-class LeasedShell:
-    """A shell whose commands are recorded."""
-
-    def __init__(self, shell: Shell, box: LeasedBox) -> None:
-        self._shell = shell
-        self._box = box
-
-    async def run(self, command: str, *, timeout_s: float = 10.0) -> ExecResult:
-        """Run one command line."""
-        return self._box.note_shell(await self._shell.run(command, timeout_s=timeout_s))
-
-    async def close(self) -> None:
-        """End the shell and everything that it started."""
-        await self._shell.close()
+    domain: str
+    turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Pool:
     """Boxes for one event loop. Life cycle: made anywhere, used in a running loop, ended by :meth:`close`.
 
-    backend: a registered name or a backend. warm: boxes kept ready per spec, refilled in the background.
-    limit: boxes leased at once. recorder: gets one ``sandbox.exec`` per call.
+    backend: a registered name or a backend. warm: boxes kept ready per spec, refilled ahead of demand: one at
+    a time, two at a time below half of it. limit: boxes leased at once. quotas: the most of them that one
+    domain may hold, by domain. lease_s: a lease ends so long after its last call, unless it is renewed.
+    recorder: gets one ``sandbox.exec`` per call.
     """
 
     def __init__(
@@ -124,63 +45,100 @@ class Pool:
         *,
         warm: int = 2,
         limit: int = 8,
+        quotas: Mapping[str, int] | None = None,
+        lease_s: float = LEASE_S,
         recorder: Recorder | None = None,
     ) -> None:
         self._backend: Backend = BACKENDS.get(backend)() if isinstance(backend, str) else backend
         self._warm_target = warm
         self._limit = limit
+        self._quotas = dict(quotas or {})
+        self._lease_s = lease_s
         self._recorder = recorder or NullRecorder()
         self._warm: OrderedDict[Spec, deque[Box]] = OrderedDict()
         self._making: dict[Spec, int] = {}
         self._leased: set[LeasedBox] = set()
-        self._taken = 0
-        self._line: deque[asyncio.Future[None]] = deque()
+        self._held: Counter[str] = Counter()
+        self._line: deque[Waiter] = deque()
+        self.counts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def lease(self, spec: Spec, *, timeout_s: float = 30.0) -> AbstractAsyncContextManager[LeasedBox]:
-        """Yield a fresh box and destroy it at the end; see :meth:`lehr.sandbox.base.Boxes.lease`."""
-        return self._lease(spec, timeout_s)
+    def lease(
+        self, spec: Spec, *, timeout_s: float = 30.0, snapshot: Snapshot | None = None, domain: str = ""
+    ) -> AbstractAsyncContextManager[LeasedBox]:
+        """Yield a box and destroy it at the end; see :meth:`lehr.sandbox.base.Boxes.lease`."""
+        return self._lease(spec, timeout_s, snapshot, domain)
 
     @contextlib.asynccontextmanager
-    async def _lease(self, spec: Spec, timeout_s: float) -> AsyncGenerator[LeasedBox, None]:
-        box = await self.acquire(spec, timeout_s=timeout_s)
+    async def _lease(
+        self, spec: Spec, timeout_s: float, snapshot: Snapshot | None, domain: str
+    ) -> AsyncGenerator[LeasedBox, None]:
+        box = await self.acquire(spec, timeout_s=timeout_s, snapshot=snapshot, domain=domain)
         try:
             yield box
         finally:
             await self.release(box)
 
-    async def acquire(self, spec: Spec, *, timeout_s: float = 30.0) -> LeasedBox:
-        """Return a fresh box; pair with :meth:`release`. Raises ``DeadlineExceeded`` with the reason."""
+    async def acquire(
+        self, spec: Spec, *, timeout_s: float = 30.0, snapshot: Snapshot | None = None, domain: str = ""
+    ) -> LeasedBox:
+        """Return a box, fresh or in the state of a snapshot; pair with :meth:`release`.
+
+        Raises ``DeadlineExceeded`` with the reason.
+        """
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        await self._admit(timeout_s)
+        await self._admit(timeout_s, domain)
         queue_s = loop.time() - asked
         try:
-            box = self._take_warm(spec)
-            obtained: Literal["warm", "cold"] = "warm" if box else "cold"
+            box = self._take_warm(spec) if snapshot is None else None
+            how: Literal["warm", "cold", "snapshot"] = "warm" if box else "snapshot" if snapshot else "cold"
             if box is None:
                 left = max(0.0, timeout_s - queue_s)
                 try:
                     async with asyncio.timeout(left):
-                        box = await self._backend.create(spec)
+                        box = await self._backend.create(spec, snapshot)
                 except TimeoutError as error:
                     raise DeadlineExceeded(f"a new box was not ready within {left:.1f} s") from error
         except BaseException:
-            self._leave()
+            self._leave(domain)
             raise
-        leased = LeasedBox(box, self._recorder, self._backend.name, obtained, queue_s)
+        self.counts[how] += 1
+        self.counts["queue_us"] += int(1e6 * queue_s)
+        origin = Origin(self._backend.name, how, queue_s, domain)
+        leased = LeasedBox(box, self._recorder, origin, self._lease_s, self._expire)
         self._leased.add(leased)
-        self._refill(spec)
+        if snapshot is None:
+            self._refill(spec)
         return leased
 
-    async def release(self, box: Box) -> None:
-        """Destroy a box of :meth:`acquire`. Idempotent, shielded against cancellation, bounded in time."""
+    @overload
+    async def release(self, box: Box, *, snapshot: Literal[False] = False) -> None: ...
+    @overload
+    async def release(self, box: Box, *, snapshot: Literal[True]) -> Snapshot: ...
+    async def release(self, box: Box, *, snapshot: bool = False) -> Snapshot | None:
+        """Destroy a box of :meth:`acquire`. Idempotent, shielded against cancellation, bounded in time.
+
+        snapshot: record its state first and return it; that is refused for a box that was released before.
+        """
         if not isinstance(box, LeasedBox) or box not in self._leased:
-            return
-        self._leased.discard(box)
-        box.ended = True
-        await asyncio.shield(self._spawn(self._end(box)))
+            if snapshot:
+                raise SandboxError(f"{box.id} was released", expected="a box whose lease is open")
+            return None
+        try:
+            return await box.snapshot() if snapshot else None
+        finally:
+            self._leased.discard(box)
+            box.end("was released")
+            await asyncio.shield(self._spawn(self._end(box)))
+
+    def _expire(self, box: LeasedBox) -> None:
+        """Called by a lease that nobody used or renewed for too long."""
+        if box in self._leased:
+            self._leased.discard(box)
+            self.counts["expired"] += 1
+            self._spawn(self._end(box))
 
     async def _end(self, box: LeasedBox) -> None:
         try:
@@ -188,41 +146,74 @@ class Pool:
                 async with asyncio.timeout(RELEASE_S):
                     await box.destroy()
         finally:
-            self._leave()
+            self._leave(box.origin.domain)
 
-    async def _admit(self, timeout_s: float) -> None:
-        """Wait in line for one of ``limit`` places."""
+    @property
+    def _taken(self) -> int:
+        return self._held.total()
+
+    def _fits(self, domain: str) -> bool:
+        quota = self._quotas.get(domain, self._limit)
+        return self._taken < self._limit and self._held[domain] < quota
+
+    async def _admit(self, timeout_s: float, domain: str) -> None:
+        """Wait in line for one of ``limit`` places, and for one of the domain's own."""
         if self._closed:
             raise SandboxError("the pool is closed")
-        if self._taken < self._limit and not self._line:
-            self._taken += 1
+        if self._fits(domain) and not any(waiter.domain == domain for waiter in self._line):
+            self._held[domain] += 1
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append(turn)
+        waiter = Waiter(domain)
+        self._line.append(waiter)
+        turn = waiter.turn
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._leave()
-            elif turn in self._line:
-                self._line.remove(turn)
+                self._leave(domain)
+            elif waiter in self._line:
+                self._line.remove(waiter)
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(
-                    f"no box within {timeout_s:g} s: all {self._limit} are leased and "
-                    f"{len(self._line)} others wait",
-                    hint="Raise the pool's limit, or release boxes sooner",
-                ) from error
+                raise self._too_late(timeout_s, domain) from error
             raise
 
-    def _leave(self) -> None:
-        """Give a place to the next in line, or back."""
-        while self._line:
-            turn = self._line.popleft()
-            if not turn.done():
-                turn.set_result(None)
+    def _too_late(self, timeout_s: float, domain: str) -> DeadlineExceeded:
+        self.counts["too_late"] += 1
+        others = f"{len(self._line)} others wait"
+        quota = self._quotas.get(domain, self._limit)
+        if self._taken < self._limit and self._held[domain] >= quota:
+            why = f"{domain} holds its {quota} of {self._limit} and {others}"
+            return DeadlineExceeded(
+                f"no box within {timeout_s:g} s: {why}", hint=f"Raise the quota of {domain}, or release sooner"
+            )
+        return DeadlineExceeded(
+            f"no box within {timeout_s:g} s: all {self._limit} are leased and {others}",
+            hint="Raise the pool's limit, or release boxes sooner",
+        )
+
+    def _leave(self, domain: str) -> None:
+        """Give a place back, and to the first in line who may have one."""
+        self._held[domain] -= 1
+        for waiter in list(self._line):
+            if self._taken >= self._limit:
                 return
-        self._taken -= 1
+            if waiter.turn.done():
+                self._line.remove(waiter)
+            elif self._fits(waiter.domain):
+                self._line.remove(waiter)
+                self._held[waiter.domain] += 1
+                waiter.turn.set_result(None)
+
+    @property
+    def leased(self) -> int:
+        """How many boxes are leased now."""
+        return len(self._leased)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait in line now."""
+        return len(self._line)
 
     def warm_boxes(self, spec: Spec) -> int:
         """Return how many boxes of ``spec`` are ready."""
@@ -247,7 +238,10 @@ class Pool:
             _, old = self._warm.popitem(last=False)
             for box in old:
                 self._spawn(box.destroy())
-        if len(self._warm[spec]) + self._making.get(spec, 0) < self._warm_target:
+        making = self._making.get(spec, 0)
+        ready = len(self._warm[spec])
+        wanted = min(self._warm_target - ready, MAKERS if 2 * ready < self._warm_target else 1)
+        for _ in range(wanted - making):
             self._making[spec] = self._making.get(spec, 0) + 1
             self._spawn(self._make_warm(spec))
 
@@ -262,6 +256,7 @@ class Pool:
             self._making[spec] -= 1
             raise
         self._making[spec] -= 1
+        self.counts["made_warm"] += 1
         if self._closed or spec not in self._warm:
             await box.destroy()
             return
@@ -277,9 +272,9 @@ class Pool:
     async def close(self) -> None:
         """Destroy every box, leased or warm. Whoever waits in line gets ``SandboxError``."""
         self._closed = True
-        for turn in self._line:
-            if not turn.done():
-                turn.set_exception(SandboxError("the pool was closed"))
+        for waiter in self._line:
+            if not waiter.turn.done():
+                waiter.turn.set_exception(SandboxError("the pool was closed"))
         self._line.clear()
         for box in list(self._leased):
             await self.release(box)

@@ -18,8 +18,8 @@ from typing import Any
 
 from lehr.core.errors import HostUnfit
 from lehr.sandbox import image
-from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.channel import Channel, ChannelLost
+from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.host import unfit
 from lehr.sandbox.launch import Server
 from lehr.sandbox.users import Users, choose_users
@@ -54,9 +54,10 @@ NAMESPACES = (
     "--unshare-uts",
     "--unshare-cgroup-try",
 )
-RIGHTS = ("SYS_ADMIN", "SETPCAP", "SYS_RESOURCE", "SETUID", "SETGID", "NET_ADMIN", "CHOWN") + (
-    "DAC_OVERRIDE", "FOWNER", "FSETID"
-)
+RIGHTS = (
+    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "NET_ADMIN", "SETGID", "SETPCAP", "SETUID", "SYS_ADMIN",
+    "SYS_RESOURCE",
+)  # fmt: skip
 """Over the image's own user namespace. Boxes are forked out of it into namespaces over which they have none."""
 READY_S = 20.0
 RECORD_S = 30.0

@@ -14,7 +14,7 @@ from lehr.core.episode import Evidence
 from lehr.core.errors import DeadlineExceeded, LehrError
 from lehr.core.reward import Invalid, Reward, checked
 from lehr.core.task import Gold, RewardTerm, Task
-from lehr.sandbox.base import Box, Boxes, Spec
+from lehr.sandbox.base import Box, Boxes, Snapshot, Spec
 from lehr.sandbox.errors import SandboxError
 from lehr.verify import verifiers as _builtin
 from lehr.verify.base import VERIFIERS, NoScore, Score, Verifier
@@ -90,19 +90,33 @@ class _Clocked:
         self._timer = timer
 
     @asynccontextmanager
-    async def lease(self, spec: Spec, *, timeout_s: float = QUEUE_S) -> AsyncGenerator[Box, None]:
-        box = await self.acquire(spec, timeout_s=timeout_s)
+    async def lease(
+        self,
+        spec: Spec,
+        *,
+        timeout_s: float = QUEUE_S,
+        snapshot: Snapshot | None = None,
+        domain: str = "",
+    ) -> AsyncGenerator[Box, None]:
+        box = await self.acquire(spec, timeout_s=timeout_s, snapshot=snapshot, domain=domain)
         try:
             yield box
         finally:
             await self.release(box)
 
-    async def acquire(self, spec: Spec, *, timeout_s: float = QUEUE_S) -> Box:
+    async def acquire(
+        self,
+        spec: Spec,
+        *,
+        timeout_s: float = QUEUE_S,
+        snapshot: Snapshot | None = None,
+        domain: str = "",
+    ) -> Box:
         loop = asyncio.get_running_loop()
         left = (self._timer.when() or loop.time()) - loop.time()
         self._timer.reschedule(None)
         try:
-            return await self._boxes.acquire(spec, timeout_s=timeout_s)
+            return await self._boxes.acquire(spec, timeout_s=timeout_s, snapshot=snapshot, domain=domain)
         finally:
             self._timer.reschedule(loop.time() + left)
 

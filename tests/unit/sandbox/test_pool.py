@@ -9,9 +9,10 @@ import pytest
 
 from lehr.core.errors import DeadlineExceeded, HostUnfit
 from lehr.core.protocols import ListRecorder
-from lehr.sandbox.base import Box, ExecResult, ExecUsage, Limits, Shell, Spec
+from lehr.sandbox.base import Box, ExecResult, ExecUsage, Limits, Shell, Snapshot, Spec
 from lehr.sandbox.errors import SandboxError
-from lehr.sandbox.pool import LeasedBox, Pool
+from lehr.sandbox.lease import LeasedBox
+from lehr.sandbox.pool import Pool
 
 SPEC = Spec()
 OTHER = Spec(limits=Limits(pids=7))
@@ -78,7 +79,7 @@ class FakeBackend:
         self.alive: set[FakeBox] = set()
         self.made = 0
 
-    async def create(self, spec: Spec) -> Box:
+    async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> Box:
         await asyncio.sleep(self.create_s)
         if self.error:
             raise self.error
@@ -242,7 +243,7 @@ def test_every_call_is_recorded() -> None:
             await (await box.shell()).run("false")
         assert [kind for kind, _ in recorder.events] == ["sandbox.exec"] * 2
         first = recorder.events[0][1]
-        assert first["program"] == "python3" and first["verdict"] == "ok" and first["obtained"] == "cold"
+        assert first["program"] == "python3 x.py" and first["verdict"] == "ok" and first["obtained"] == "cold"
         assert (first["wall_s"], first["cpu_s"], first["peak_bytes"], first["peak_pids"]) == (0.5, 0.25, 7, 2)
         assert first["queue_s"] >= 0
         assert recorder.events[1][1]["exit_code"] == 3
@@ -266,6 +267,86 @@ def test_specs_out_of_use_keep_no_warm_boxes() -> None:
     asyncio.run(run())
 
 
-def test_leased_box_has_the_name_of_its_box() -> None:
-    box = LeasedBox(FakeBox(FakeBackend(), SPEC, 4), ListRecorder(), "fake", "warm", 0.0)
-    assert box.id == "fake-4"
+def test_a_lease_has_the_name_of_its_box() -> None:
+    async def run() -> None:
+        pool = Pool(FakeBackend(), warm=0)
+        async with pool.lease(SPEC) as box:
+            assert box.id == "fake-1" and isinstance(box, LeasedBox)
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_domain_holds_no_more_than_its_quota_and_does_not_hold_up_others() -> None:
+    async def run() -> None:
+        pool = Pool(FakeBackend(), warm=0, limit=3, quotas={"slow": 1})
+        first = await pool.acquire(SPEC, domain="slow")
+        waiting = asyncio.create_task(pool.acquire(SPEC, domain="slow"))
+        await settle()
+        other = await pool.acquire(SPEC, domain="quick", timeout_s=0.1)
+        with pytest.raises(DeadlineExceeded, match=r"slow holds its 1 of 3 and 1 others wait"):
+            await pool.acquire(SPEC, domain="slow", timeout_s=0.01)
+        assert not waiting.done()
+        await pool.release(first)
+        await asyncio.wait_for(waiting, 1)
+        assert pool.leased == 2 and pool.waiting == 0
+        for box in (other, await waiting):
+            await pool.release(box)
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_waiter_over_its_quota_lets_those_behind_it_pass() -> None:
+    async def run() -> None:
+        pool = Pool(FakeBackend(), warm=0, limit=2, quotas={"a": 1})
+        held = [await pool.acquire(SPEC, domain="a"), await pool.acquire(SPEC, domain="b")]
+        a = asyncio.create_task(pool.acquire(SPEC, domain="a"))
+        await settle()
+        b = asyncio.create_task(pool.acquire(SPEC, domain="b"))
+        await settle()
+        await pool.release(held[1])
+        await asyncio.wait_for(b, 1)
+        assert not a.done()
+        await pool.release(held[0])
+        await asyncio.wait_for(a, 1)
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_s38_a_lease_that_nobody_renews_expires_and_none_comes_back_to_life() -> None:
+    async def run() -> None:
+        backend = FakeBackend()
+        pool = Pool(backend, warm=0, limit=1, lease_s=0.15)
+        box = await pool.acquire(SPEC)
+        for _ in range(4):
+            await asyncio.sleep(0.08)
+            box.renew()
+        for _ in range(4):
+            await asyncio.sleep(0.08)
+            await box.exec(["true"])
+        await asyncio.sleep(0.4)
+        assert not backend.alive and pool.counts["expired"] == 1
+        with pytest.raises(SandboxError, match=r"has expired: nothing happened for 0\.15 s"):
+            box.renew()
+        with pytest.raises(SandboxError, match="has expired"):
+            await box.exec(["true"])
+        assert (await pool.acquire(SPEC, timeout_s=0.1)).id == "fake-2"
+        await pool.release(box)
+        assert len(backend.alive) == 1
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_long_call_holds_its_lease() -> None:
+    async def run() -> None:
+        pool = Pool(FakeBackend(), warm=0, lease_s=0.05)
+        box = await pool.acquire(SPEC)
+        async with box._call():  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(0.3)
+        await box.exec(["true"])
+        await pool.close()
+
+    asyncio.run(run())

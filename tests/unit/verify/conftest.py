@@ -74,10 +74,10 @@ def judge_plain() -> Judging:
 class NoBoxes:
     """For verifiers that must not need a box."""
 
-    def lease(self, spec: Any, *, timeout_s: float = 30.0) -> Any:
+    def lease(self, spec: Any, *, timeout_s: float = 30.0, **_: Any) -> Any:
         raise AssertionError("this verifier needs no box")
 
-    async def acquire(self, spec: Any, *, timeout_s: float = 30.0) -> Any:
+    async def acquire(self, spec: Any, *, timeout_s: float = 30.0, **_: Any) -> Any:
         raise AssertionError("this verifier needs no box")
 
     async def release(self, box: Any) -> None:

@@ -25,10 +25,10 @@ class SlowLine:
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
 
-    def lease(self, spec: Spec, *, timeout_s: float = 30.0) -> Any:
+    def lease(self, spec: Spec, *, timeout_s: float = 30.0, **_: Any) -> Any:
         raise AssertionError("not used")
 
-    async def acquire(self, spec: Spec, *, timeout_s: float = 30.0) -> Any:
+    async def acquire(self, spec: Spec, *, timeout_s: float = 30.0, **_: Any) -> Any:
         await asyncio.sleep(self._wait_s)
         return object()
 

@@ -178,7 +178,7 @@ def test_a_box_that_cannot_be_had_is_invalid(judge_code: Any) -> None:
         def __init__(self, boxes: Any) -> None:
             pass
 
-        async def acquire(self, spec: Any, *, timeout_s: float = 30.0) -> Any:
+        async def acquire(self, spec: Any, *, timeout_s: float = 30.0, **_: Any) -> Any:
             from lehr.sandbox.errors import SandboxError
 
             raise SandboxError("no box today")

@@ -95,10 +95,10 @@ def _copy_item(
             links[key] = path
     elif stat.S_ISLNK(info.st_mode):
         os.symlink(os.readlink(name, dir_fd=there), name, dir_fd=here)
-        os.chown(name, info.st_uid, info.st_gid, dir_fd=here, follow_symlinks=False)
+        _keep_name(name, info, here)
     elif stat.S_ISFIFO(info.st_mode):
         os.mkfifo(name, 0o600, dir_fd=here)
-        os.chown(name, info.st_uid, info.st_gid, dir_fd=here, follow_symlinks=False)
+        _keep_name(name, info, here)
         os.chmod(name, stat.S_IMODE(info.st_mode), dir_fd=here)
     elif stat.S_ISCHR(info.st_mode) and info.st_rdev == 0:  # overlayfs: removed
         os.mknod(name, stat.S_IFCHR, 0, dir_fd=here)
@@ -112,7 +112,9 @@ def _copy_file(there: int, name: str, info: os.stat_result, here: int) -> None:
             for start, end in _extents(source, info.st_size):
                 os.lseek(source, start, os.SEEK_SET)
                 os.lseek(target, start, os.SEEK_SET)
-                while start < end and (count := os.sendfile(target, source, None, min(end - start, CHUNK << 6))):
+                while start < end and (
+                    count := os.sendfile(target, source, None, min(end - start, CHUNK << 6))
+                ):
                     start += count
             os.ftruncate(target, info.st_size)
             _keep(target, source, info)
@@ -136,6 +138,11 @@ def _extents(fd: int, size: int) -> list[tuple[int, int]]:
             raise
         found.append((start, end))
     return found
+
+
+def _keep_name(name: str, info: os.stat_result, here: int) -> None:
+    os.chown(name, info.st_uid, info.st_gid, dir_fd=here, follow_symlinks=False)
+    os.utime(name, ns=(info.st_atime_ns, info.st_mtime_ns), dir_fd=here, follow_symlinks=False)
 
 
 def _keep(target: int, source: int, info: os.stat_result) -> None:

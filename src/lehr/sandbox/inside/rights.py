@@ -22,7 +22,7 @@ NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 4, 22, 24, 38, 47
 KILL, SETGID, SETUID = 5, 6, 7
 RUNNER, CANDIDATE = 999, 1000
-OWN_INODES = 16
+OWN_INODES, OVERLAY_INODES = 4, 6
 MOST_FDS = 1 << 16
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 READ_ONLY_PROC = ("sys", "bus", "fs", "irq", "sysrq-trigger")
@@ -139,10 +139,11 @@ def lay_out(config: dict[str, Any]) -> int:
         if os.path.exists(path):
             mount(path, path, "", MS_BIND)
             mount(path, path, "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    size = f"size={config['disk_bytes']},nr_inodes={config['inodes'] + OWN_INODES},mode=0755"
+    owner, below = config["candidate"], config["layers"]
+    inodes = config["inodes"] + OWN_INODES + (OVERLAY_INODES if below else 0)
+    size = f"size={config['disk_bytes']},nr_inodes={inodes},mode=0755"
     mount("box", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     disk = os.open("/tmp", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    owner, below = config["candidate"], config["layers"]
     for name, mode, target in (("work", 0o755, "/work"), ("shm", 0o1777, "/dev/shm"), ("tmp", 0o1777, "/tmp")):
         upper = "/tmp/" + name
         if below:

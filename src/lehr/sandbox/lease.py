@@ -1,0 +1,192 @@
+"""A box as its holder sees it: every call is recorded, and refused once the lease has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from lehr.core.protocols import Recorder
+from lehr.sandbox.base import Box, ExecResult, Shell, Snapshot
+from lehr.sandbox.errors import SandboxError
+
+TOLD = 200
+"""Characters of a command line that are recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a box was obtained. queue_s: seconds in line."""
+
+    backend: str
+    obtained: Literal["cold", "warm", "snapshot"]
+    queue_s: float
+    domain: str
+
+
+class LeasedBox:
+    """A box under a lease, which ends when it is released, or ``lease_s`` after the last call or renewal.
+
+    expired: told when it has ended by itself.
+    """
+
+    def __init__(
+        self,
+        box: Box,
+        recorder: Recorder,
+        origin: Origin,
+        lease_s: float,
+        expired: Callable[[LeasedBox], None],
+    ) -> None:
+        self._box = box
+        self._recorder = recorder
+        self.origin = origin
+        self._facts = {"box": box.id, **asdict(origin)}
+        self._lease_s = lease_s
+        self._expired = expired
+        self._calls = 0
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + lease_s
+        self._timer = self._loop.call_at(self._until, self._look)
+        self._ended = ""
+
+    def _look(self) -> None:
+        """End the lease if nothing happened, else look again when it could next be over."""
+        if self._ended:
+            return
+        if self._calls or self._loop.time() < self._until:
+            self._timer = self._loop.call_at(max(self._until, self._loop.time() + 0.1), self._look)
+            return
+        self.end(f"has expired: nothing happened for {self._lease_s:g} s")
+        self._expired(self)
+
+    def renew(self) -> None:
+        """Let the lease last ``lease_s`` from now. Raises ``SandboxError`` if it has ended."""
+        self._live()
+        self._until = self._loop.time() + self._lease_s
+
+    def end(self, how: str) -> None:
+        """Refuse all further calls; ``how`` completes the sentence that says why."""
+        self._ended = self._ended or how
+        self._timer.cancel()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the lease has ended."""
+        return bool(self._ended)
+
+    @property
+    def id(self) -> str:
+        """A name that is unique on this host."""
+        return self._box.id
+
+    def _live(self) -> Box:
+        if self._ended:
+            raise SandboxError(f"{self.id} {self._ended}", expected="a box whose lease is open")
+        return self._box
+
+    @contextlib.asynccontextmanager
+    async def _call(self) -> AsyncGenerator[Box, None]:
+        """A call holds the lease, and renews it at its end."""
+        box = self._live()
+        self._calls += 1
+        try:
+            yield box
+        finally:
+            self._calls -= 1
+            self._until = self._loop.time() + self._lease_s
+
+    def _note(self, result: ExecResult, what: str) -> ExecResult:
+        self._recorder.record(
+            "sandbox.exec",
+            **self._facts,
+            program=what,
+            verdict=result.verdict,
+            exit_code=result.exit_code,
+            signal=result.signal,
+            truncated=result.truncated,
+            detail=result.detail,
+            **asdict(result.usage),
+        )
+        return result
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str = ".",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        """Run a program to its end; see :meth:`lehr.sandbox.base.Box.exec`."""
+        async with self._call() as box:
+            result = await box.exec(argv, stdin=stdin, env=env, cwd=cwd, timeout_s=timeout_s)
+        return self._note(result, " ".join(argv)[:TOLD])
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a regular file."""
+        async with self._call() as box:
+            await box.write(path, data)
+
+    async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
+        """Return a regular file's content."""
+        async with self._call() as box:
+            return await box.read(path, limit_bytes=limit_bytes)
+
+    async def tree(
+        self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
+    ) -> Mapping[str, bytes | None]:
+        """Return every regular file below ``path`` with its content, and each folder with None."""
+        async with self._call() as box:
+            return await box.tree(path, limit_files=limit_files, limit_bytes=limit_bytes)
+
+    async def shell(self) -> Shell:
+        """Start a persistent shell in the working folder."""
+        return LeasedShell(await self._live().shell(), self)
+
+    async def snapshot(self) -> Snapshot:
+        """Record the box's state; see :meth:`lehr.sandbox.base.Box.snapshot`."""
+        async with self._call() as box:
+            began = self._loop.time()
+            taken = await box.snapshot()
+        seconds = self._loop.time() - began
+        self._recorder.record("sandbox.snapshot", **self._facts, snapshot=taken.id, wall_s=seconds)
+        return taken
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Bring a recorded state back; see :meth:`lehr.sandbox.base.Box.restore`."""
+        async with self._call() as box:
+            began = self._loop.time()
+            await box.restore(snapshot)
+        seconds = self._loop.time() - began
+        self._recorder.record("sandbox.restore", **self._facts, snapshot=snapshot.id, wall_s=seconds)
+
+    async def run_shell(self, shell: Shell, command: str, timeout_s: float) -> ExecResult:
+        """Run and record one command of a shell."""
+        async with self._call():
+            result = await shell.run(command, timeout_s=timeout_s)
+        return self._note(result, f"shell: {command}"[:TOLD])
+
+    async def destroy(self) -> None:
+        """Kill everything in the box and remove what it wrote."""
+        self.end("was destroyed")
+        await self._box.destroy()
+
+
+class LeasedShell:
+    """A shell whose commands are recorded."""
+
+    def __init__(self, shell: Shell, box: LeasedBox) -> None:
+        self._shell = shell
+        self._box = box
+
+    async def run(self, command: str, *, timeout_s: float = 10.0) -> ExecResult:
+        """Run one command line."""
+        return await self._box.run_shell(self._shell, command, timeout_s)
+
+    async def close(self) -> None:
+        """End the shell and everything that it started."""
+        await self._shell.close()
