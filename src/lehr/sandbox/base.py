@@ -58,12 +58,20 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class ExecUsage:
-    """What one exec used, summed over every process that it started."""
+    """What one exec used, summed over every process that it started.
+
+    cpu_s: of that, user_s and system_s as far as they are told apart. read_bytes, written_bytes: through
+    system calls, whatever the file; what loading the program itself reads is in it.
+    """
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
+    user_s: float = 0.0
+    system_s: float = 0.0
     peak_bytes: int = 0
     peak_pids: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,10 +346,15 @@ class Meter:
     def usage(self, header: Mapping[str, Any], wall_s: float) -> ExecUsage:
         """Return what the exec used, from the cgroup and from the runner's report."""
         cpu_s = self.cpu_s()
+        user_s, system_s = header.get("user_s", 0.0), header.get("system_s", 0.0)
         peak = self._group.memory_peak() - self._bytes if self._group else 0
         return ExecUsage(
             wall_s=wall_s,
-            cpu_s=header.get("cpu_s", 0.0) if cpu_s is None else cpu_s,
+            cpu_s=user_s + system_s if cpu_s is None else cpu_s,
+            user_s=user_s,
+            system_s=system_s,
+            read_bytes=header.get("read_bytes", 0),
+            written_bytes=header.get("written_bytes", 0),
             peak_bytes=max(peak, header.get("peak_bytes", 0) if not self._group else 0),
             peak_pids=max(header.get("peak_pids", 0), self._group.pids_peak() if self._group else 0),
         )

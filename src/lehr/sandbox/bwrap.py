@@ -117,7 +117,7 @@ class BwrapBackend:
             if self._zygote is None or self._zygote.lost:
                 if self._zygote is not None:
                     await self._zygote.close()
-                filters = [seccomp.program(limited=limited) for limited in (True, False)]
+                filters = [seccomp.programs(limited=limited) for limited in (True, False)]
                 self._zygote = await Zygote.start(program, python, filters)
             return self._zygote
 

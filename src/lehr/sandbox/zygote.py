@@ -106,7 +106,7 @@ class Zygote:
         self._uses: dict[int, int] = {}
 
     @classmethod
-    async def start(cls, program: str, python: str, filters: Sequence[bytes]) -> Zygote:
+    async def start(cls, program: str, python: str, filters: Sequence[Sequence[bytes]]) -> Zygote:
         """Lay the image out and load the interpreter. Raises ``HostUnfit`` with what bubblewrap said."""
         users, loop = choose_users(), asyncio.get_running_loop()
         plain_path, code = inside_code(python)
@@ -157,13 +157,13 @@ class Zygote:
                 raise
         return zygote
 
-    async def _wait_ready(self, code: bytes, plain_path: list[str], filters: Sequence[bytes]) -> None:
+    async def _wait_ready(self, code: bytes, plain_path: list[str], filters: Sequence[Sequence[bytes]]) -> None:
         _, ready = self._channel.expect(0)
         await self._channel.send_raw(struct.pack("!I", len(code)) + code)
         config = {
             "user": 0 if self._users.apart else OWN,
             "apart": self._users.apart,
-            "filters": [program.hex() for program in filters],
+            "filters": [[program.hex() for program in pair] for pair in filters],
             "masked": image.MASKED_PROC,
             "plain_path": plain_path,
             "hidden": [*INSIDE, *(f"{INSIDE[-1]}.{name}" for name in PARTS)],

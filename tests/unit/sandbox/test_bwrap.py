@@ -140,6 +140,75 @@ def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text()
 
 
+def test_usage_counts_what_all_its_processes_did() -> None:
+    code = """
+import os
+data = b"x" * (1 << 20)
+for name in "abc":
+    if os.fork() == 0:
+        for _ in range(4):
+            open(name, "wb").write(data)
+        open(name, "rb").read()
+        while os.times().user + os.times().system < 0.1: pass
+        os._exit(0)
+for _ in range(3): os.wait()
+"""
+
+    async def use(box: RunnerBox) -> None:
+        usage = (await box.exec(["python3", "-c", code])).usage
+        assert 12 << 20 <= usage.written_bytes < 14 << 20
+        assert 3 << 20 <= usage.read_bytes < 6 << 20
+        assert 0.3 <= usage.user_s + usage.system_s < 2 and usage.cpu_s >= 0.3
+        assert 0 < usage.peak_bytes <= SMALL.limits.memory_bytes
+        usage = (await box.exec(["true"])).usage
+        assert usage.written_bytes < 1 << 20 and usage.cpu_s < 0.3
+
+    in_box(use)
+
+
+CALLS = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    return errno.errorcode.get(ctypes.get_errno(), "done") if libc.syscall(number, *arguments) < 0 else "done"
+print(call(9999), call(463, 0, 0), call(425, 1, None), call(39))
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86-64")
+def test_calls_that_nobody_has_looked_at_do_not_exist() -> None:
+    async def use(box: RunnerBox) -> None:
+        result = await box.exec(["python3", "-c", CALLS])
+        assert result.stdout == b"ENOSYS ENOSYS EPERM done\n"
+
+    in_box(use)
+
+
+def test_landlock_and_filters_leave_a_box_its_own() -> None:
+    code = """
+import errno, os
+def tried(path, flags):
+    try:
+        os.close(os.open(path, flags, 0o600))
+        return "done"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+print(tried("/work/x", os.O_CREAT | os.O_WRONLY), tried("/tmp/x", os.O_CREAT | os.O_WRONLY),
+      tried("/dev/shm/x", os.O_CREAT | os.O_WRONLY), tried("/dev/null", os.O_WRONLY | os.O_TRUNC),
+      tried("/proc/self/comm", os.O_WRONLY), tried("/etc/passwd", os.O_WRONLY) in ("EACCES", "EROFS"))
+os.rename("/work/x", "/work/y")
+os.mkdir("/work/d"); os.rename("/work/y", "/work/d/y"); os.link("/work/d/y", "/work/l")
+os.truncate("/work/l", 5)
+print(open("/proc/self/status").read().split("Seccomp_filters:")[1].split()[0])
+"""
+
+    async def use(box: RunnerBox) -> None:
+        result = await box.exec(["python3", "-c", code])
+        assert result.stdout == b"done done done done done True\n2\n", result
+
+    in_box(use)
+
+
 def test_files_in_and_out() -> None:
     async def use(box: RunnerBox) -> None:
         await box.write("a/b/data.bin", bytes(range(256)) * 5000)

@@ -174,11 +174,18 @@ def test_paths_deeper_than_the_bound_are_refused() -> None:
         files.folder("/".join(["d"] * 200))
 
 
-def test_filter_checks_the_calling_convention_first() -> None:
-    program = seccomp.program()
-    assert len(program) % 8 == 0
-    code, _, _, offset = struct.unpack("HBBI", program[:8])
-    assert (code, offset) == (0x20, 4)  # load the architecture of the call
+def test_filters_check_the_calling_convention_first() -> None:
+    for program in seccomp.programs():
+        assert len(program) % 8 == 0
+        code, _, _, offset = struct.unpack("HBBI", program[:8])
+        assert (code, offset) == (0x20, 4)  # load the architecture of the call
+
+
+def test_no_call_is_both_allowed_and_refused() -> None:
+    allowed = seccomp.ALLOWED.split()
+    assert len(allowed) == len(set(allowed))
+    assert not set(allowed) & set(seccomp.DENIED.split())
+    assert set(seccomp.UNCOUNTED.split()) <= set(allowed)
 
 
 def test_report_of_this_host_is_complete() -> None:

@@ -20,20 +20,38 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
+class Spent(NamedTuple):
+    """What ended programs have used: seconds, and bytes that they read and wrote through system calls."""
+
+    user_s: float
+    system_s: float
+    read_bytes: int
+    written_bytes: int
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds."""
+        return self.user_s + self.system_s
+
+    def since(self, before: Spent) -> dict[str, Any]:
+        """Return the differences, by name."""
+        return {name: now - then for name, now, then in zip(self._fields, self, before, strict=True)}
+
+
 class Exec:
     """A program that was started and has not been reported yet."""
 
-    def __init__(self, request: dict[str, Any], pid: int, cpu_s: float) -> None:
+    def __init__(self, request: dict[str, Any], pid: int, before: Spent) -> None:
         self.id: int = request["id"]
         self.pid = pid
         self.shell: bool = request.get("shell", False)
-        self.cpu_before_s = cpu_s
+        self.before = before
         self.peak_bytes = 0
         self.peak_pids = 1
         self.ended_by = ""
 
 
-def start(request: dict[str, Any], fds: list[int], cpu_s: float, *, apart: bool) -> Exec | script.Script:
+def start(request: dict[str, Any], fds: list[int], before: Spent, *, apart: bool) -> Exec | script.Script:
     """Fork and become the program; returns once it runs, or has said why it cannot.
 
     Returns a script only in the fork, which is to run it once everything of the runner is off its stack.
@@ -51,7 +69,7 @@ def start(request: dict[str, Any], fds: list[int], cpu_s: float, *, apart: bool)
     if pid == 0:
         return _child(request, fds, tell, plan, apart)
     os.close(tell)
-    done = Exec(request, pid, cpu_s)
+    done = Exec(request, pid, before)
     report = os.read(told, 4)
     os.close(told)
     if report:

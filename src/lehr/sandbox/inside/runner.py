@@ -33,7 +33,7 @@ class Runner:
     def serve(self) -> script.Script:
         """Set the box up, say so, and serve. Returns only in forks, with the script that they are to run."""
         try:
-            self.disk = rights.set_up(self.birth)
+            self.held = rights.set_up(self.birth)
         except OSError as error:
             self.wire.send({"id": 0, "error": str(error)})
             farewell()
@@ -62,7 +62,7 @@ class Runner:
         operation = request["op"]
         try:
             if operation == "exec":
-                started = programs.start(request, fds, spent_s(), apart=self.apart)
+                started = programs.start(request, fds, self.spent(), apart=self.apart)
                 if isinstance(started, script.Script):
                     config = self.birth.config
                     return started._replace(plain_path=config["plain_path"], hidden=config["hidden"])
@@ -77,7 +77,7 @@ class Runner:
                 self.tree(request, fds[0])
             elif operation == "hold":
                 _signal(-1, signal.SIGSTOP)
-                self.wire.send({"id": request["id"]}, self.disk)
+                self.wire.send({"id": request["id"]}, self.held.disk)
             elif operation == "go":
                 _signal(-1, signal.SIGCONT)
                 self.wire.send({"id": request["id"]})
@@ -149,11 +149,20 @@ class Runner:
                 "ended_by": done.ended_by,
                 "full": disk.f_bavail == 0 or disk.f_favail == 0,
                 "resisted": resisted,
-                "cpu_s": spent_s() - done.cpu_before_s,
+                **self.spent().since(done.before),
                 "peak_bytes": max(done.peak_bytes, peak_bytes),
                 "peak_pids": done.peak_pids,
             }
         )
+
+    def spent(self) -> programs.Spent:
+        """Return what everything that was ever collected had used."""
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        read = written = 0
+        if self.held.io >= 0:  # the kernel adds a child's counts to its parent's when it is collected
+            table = dict(line.split(b": ") for line in os.pread(self.held.io, 512, 0).splitlines())
+            read, written = int(table[b"rchar"]), int(table[b"wchar"])
+        return programs.Spent(used.ru_utime, used.ru_stime, read, written)
 
     def sweep(self) -> int:
         """Kill all but what is still open and its descendants; return how many resisted."""
@@ -204,7 +213,7 @@ class Runner:
                 reason = "pids"
             elif load.bytes > limits["memory_bytes"] < programs.shared_out():
                 reason = "oom"
-            elif spent_s() + load.cpu_s - item.cpu_before_s > limits["cpu_s"] and not item.shell:
+            elif self.spent().cpu_s + load.cpu_s - item.before.cpu_s > limits["cpu_s"] and not item.shell:
                 reason = "cpu"
             else:
                 continue
@@ -219,12 +228,6 @@ def _wake(_number: int, _frame: object) -> None:
 def _signal(pid: int, number: int = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def spent_s() -> float:
-    """Return the CPU seconds of everything that was ever collected."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def serve(birth: Birth) -> script.Script:
