@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lehr.cluster.base import Role
 from lehr.cluster.local import LocalCluster
+from lehr.core.errors import LehrError
 from lehr.domains.catalogue import open_domain
 from lehr.ledger.blobs import BlobStore
+from lehr.ledger.recorder import LedgerRecorder
 from lehr.ledger.store import Ledger
 from lehr.pipeline.context import Context
 from lehr.pipeline.cores import divide
@@ -32,6 +34,8 @@ from lehr.rollout.agent import AgentLoop
 from lehr.rollout.group import GroupRunner
 from lehr.sandbox.pool import Pool
 from lehr.train.remote import RemoteTrainer
+
+FLUSH_S = 2.0
 
 STAGES: dict[str, Callable[[Context, Any, Path], Awaitable[None]]] = {
     "sft": run_sft,
@@ -138,12 +142,14 @@ async def _context(
     division = divide()
     renderer = load_renderer(start)
     cluster = LocalCluster(folder.path)
-    pool = Pool(recipe.sandbox.backend, warm=recipe.sandbox.warm, limit=recipe.sandbox.boxes)
+    recorder = LedgerRecorder(ledger)
+    pool = Pool(recipe.sandbox.backend, warm=recipe.sandbox.warm, limit=recipe.sandbox.boxes, recorder=recorder)
     metrics = MetricsWriter(folder.metrics)
     verifying = BusyMeter()
     weights = folder.weights((start / "model.safetensors").stat().st_size)
     observer.stage("start", None, "roles")
     begun = time.monotonic()
+    flushing = asyncio.create_task(_flush(recorder))
     try:
         trainer_role = Role(
             "trainer",
@@ -178,6 +184,17 @@ async def _context(
         )
     finally:
         await asyncio.shield(_close(cluster, pool, metrics, folder))
+        flushing.cancel()
+        with suppress(LehrError):  # what stopped the run has been said
+            recorder.flush()
+
+
+async def _flush(recorder: LedgerRecorder) -> None:
+    """Write what boxes report, from time to time."""
+    with suppress(LehrError):  # the run's own next write says what is wrong
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            recorder.flush()
 
 
 async def _close(cluster: LocalCluster, pool: Pool, metrics: MetricsWriter, folder: RunFolder) -> None:

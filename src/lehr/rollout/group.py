@@ -15,6 +15,7 @@ from lehr.domains.catalogue import Domain
 from lehr.rollout.agent import AgentLoop, Attempt, derive_seed
 from lehr.rollout.base import Group, Judged
 from lehr.sandbox.base import Boxes
+from lehr.sandbox.lease import on_behalf_of
 from lehr.verify.compose import judge
 
 
@@ -75,12 +76,13 @@ class GroupRunner:
             f"{plan.id}-{number}{suffix}", plan.id, number, derive_seed(plan.seed, plan.id, number)
         )
         task, card = plan.problem.task, plan.domain.card
-        trace, evidence = await self._agent.run(plan.domain.environment(), task, plan.sampling, attempt)
+        with on_behalf_of(task=task.id, attempt=attempt.trace_id, phase="attempt"):
+            trace, evidence = await self._agent.run(plan.domain.environment(), task, plan.sampling, attempt)
         if trace.failure is not None:
             reason = "engine" if trace.failure.code in ("engine", "request_too_large") else "environment"
             return Judged(trace, Invalid(reason, trace.failure.detail))
         begun = self._clock.now()
-        with self._meter():
+        with self._meter(), on_behalf_of(task=task.id, attempt=attempt.trace_id, phase="verify"):
             reward: Reward = await judge(
                 task,
                 evidence,

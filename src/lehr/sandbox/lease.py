@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from lehr.core.protocols import Recorder
@@ -14,6 +16,20 @@ from lehr.sandbox.errors import SandboxError
 
 TOLD = 200
 """Characters of a command line that are recorded."""
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+_purpose: ContextVar[Mapping[str, str]] = ContextVar("purpose", default=_NONE)
+
+
+@contextlib.contextmanager
+def on_behalf_of(**names: str) -> Generator[None]:
+    """Record ``names`` (task, attempt, phase) with every call of a box that is made inside."""
+    token = _purpose.set({**_purpose.get(), **names})
+    try:
+        yield
+    finally:
+        _purpose.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +114,12 @@ class LeasedBox:
             self._calls -= 1
             self._until = self._loop.time() + self._lease_s
 
+    def _tell(self, kind: str, **fields: object) -> None:
+        self._recorder.record(kind, **self._facts, **_purpose.get(), **fields)
+
     def _note(self, result: ExecResult, what: str) -> ExecResult:
-        self._recorder.record(
+        self._tell(
             "sandbox.exec",
-            **self._facts,
             program=what,
             verdict=result.verdict,
             exit_code=result.exit_code,
@@ -153,7 +171,9 @@ class LeasedBox:
             began = self._loop.time()
             taken = await box.snapshot()
         seconds = self._loop.time() - began
-        self._recorder.record("sandbox.snapshot", **self._facts, snapshot=taken.id, wall_s=seconds)
+        self._recorder.record(
+            "sandbox.snapshot", **self._facts, **_purpose.get(), snapshot=taken.id, wall_s=seconds
+        )
         return taken
 
     async def restore(self, snapshot: Snapshot) -> None:
@@ -162,7 +182,9 @@ class LeasedBox:
             began = self._loop.time()
             await box.restore(snapshot)
         seconds = self._loop.time() - began
-        self._recorder.record("sandbox.restore", **self._facts, snapshot=snapshot.id, wall_s=seconds)
+        self._recorder.record(
+            "sandbox.restore", **self._facts, **_purpose.get(), snapshot=snapshot.id, wall_s=seconds
+        )
 
     async def run_shell(self, shell: Shell, command: str, timeout_s: float) -> ExecResult:
         """Run and record one command of a shell."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import click
 
+from lehr.app.tables import json_option
 from lehr.core.errors import ConfigError
 from lehr.core.task import parse_size
 from lehr.sandbox.base import ExecResult, Limits, Spec
@@ -21,13 +26,15 @@ RAISE = {
 }
 """For each limit that can end a program, the option that raises it."""
 
+CASE_S = 60.0
+
 STATUS = {"timeout_wall": 124, "timeout_cpu": 124}
 """Exit statuses of verdicts that have a customary one; other limits give 125."""
 
 
 @click.group()
 def sandbox() -> None:
-    """Run one command in a box."""
+    """Run one command in a box, check what this host isolates, trace what a run did in its boxes."""
 
 
 @sandbox.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -73,6 +80,102 @@ def run(
     if result.signal is not None and result.verdict == "signal":
         return 128 + result.signal
     return STATUS.get(result.verdict, 125)
+
+
+@sandbox.command("check")
+@click.option("--backend", default="bwrap", show_default=True, help="What makes the boxes.")
+@click.option("--case", "chosen", multiple=True, help="Only this case, for example S1; may be repeated.")
+@json_option
+def check(backend: str, chosen: tuple[str, ...], as_json: bool) -> int:
+    """Attack boxes on this host, and show what it isolates and what it cannot. Takes some seconds."""
+    from lehr.app.tables import show
+    from lehr.sandbox.conformance import CASES
+
+    unknown = [name for name in chosen if name not in CASES]
+    if unknown:
+        raise ConfigError(f"there is no case {unknown[0]}", expected=f"one of {', '.join(CASES)}")
+    names = [name for name in CASES if not chosen or name in chosen]
+    rows = asyncio.run(_check(backend, names, quiet=as_json))
+    show(rows, as_json=as_json)
+    failed = [row["case"] for row in rows if row["held"] != "yes"]
+    if failed and not as_json:
+        click.echo(f"{len(failed)} of {len(rows)} promises do not hold here: {', '.join(failed)}", err=True)
+    return 1 if failed else 0
+
+
+async def _check(backend: str, names: list[str], *, quiet: bool) -> list[dict[str, Any]]:
+    from lehr.core.errors import LehrError
+    from lehr.sandbox.conformance import CASES, NotHeld
+    from lehr.sandbox.pool import Pool
+
+    rows: list[dict[str, Any]] = []
+    for number, name in enumerate(names, 1):
+        if not quiet:
+            click.echo(f"\r  {number} of {len(names)}  {name} ", nl=False, err=True)
+        promise = " ".join((CASES[name].__doc__ or "").split())
+        pool = Pool(backend, warm=0)
+        try:
+            async with asyncio.timeout(CASE_S):
+                await CASES[name](pool)
+            held, seen = "yes", ""
+        except (NotHeld, LehrError) as error:
+            held, seen = "no", str(error)
+        except TimeoutError:
+            held, seen = "no", f"no answer within {CASE_S:g} s"
+        finally:
+            await pool.close()
+        rows.append({"case": name, "held": held, "promise": promise, "seen": seen})
+    if not quiet:
+        click.echo("\r" + 30 * " " + "\r", nl=False, err=True)
+    return rows
+
+
+@sandbox.command("trace")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("task")
+@json_option
+def trace(run: Path, task: str, as_json: bool) -> None:
+    """Show every call that was made in a box for TASK, in order, with how each box was obtained."""
+    from lehr.app.tables import show
+    from lehr.ledger.reader import LedgerReader
+    from lehr.pipeline.folder import RunFolder
+
+    reader = LedgerReader(RunFolder.open(run)[0].ledger)
+    try:
+        calls = [event for event in reader.events() if event.kind.startswith("sandbox.")]
+    finally:
+        reader.close()
+    chosen = [event for event in calls if task in (event.fields.get("task"), event.fields.get("attempt"))]
+    if not chosen:
+        known = sorted({str(event.fields["task"]) for event in calls if "task" in event.fields})
+        raise ConfigError(
+            f"{run} records no call in a box for {task}",
+            expected="a task or an attempt of the run",
+            hint=f"Did you mean {near[0]}?" if (near := difflib.get_close_matches(task, known)) else "",
+        )
+    if as_json:
+        show([{"kind": e.kind, "at": e.at, **e.fields} for e in chosen], as_json=True)
+    else:
+        show([_call(event.kind, event.fields) for event in chosen], as_json=False)
+
+
+def _call(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    mib = 1 << 20
+    if kind != "sandbox.exec":
+        what, verdict = f"{kind.removeprefix('sandbox.')} {fields['snapshot']}", "ok"
+    else:
+        what, verdict = fields["program"], fields["verdict"]
+    return {
+        "attempt": fields.get("attempt", ""),
+        "phase": fields.get("phase", ""),
+        "box": f"{fields['box']} ({fields['obtained']}, {1e3 * fields['queue_s']:.0f} ms)",
+        "call": " ".join(what.split())[:60],
+        "ended": verdict if verdict != "exit" else f"exit {fields['exit_code']}",
+        "wall ms": round(1e3 * fields["wall_s"]),
+        "CPU ms": round(1e3 * fields.get("cpu_s", 0.0)),
+        "MiB": round(fields.get("peak_bytes", 0) / mib, 1),
+        "read, written KiB": f"{fields.get('read_bytes', 0) >> 10}, {fields.get('written_bytes', 0) >> 10}",
+    }
 
 
 def _size(option: str, text: str) -> int:
