@@ -4,6 +4,7 @@
 #   make test                   all tests
 #   make check                  format, lint, types, import layers
 #   make bench [NAME=engine]    benchmarks, beside a peer
+#   make soak [LEASES=10000]    leases with random faults, and a count of what is left behind
 #   make mutants                breaks the code on purpose; each break must fail its test
 #   make fetch                  the default model, converted and cached
 #   make lock                   pin the newest versions that pyproject.toml allows
@@ -17,7 +18,7 @@ RUN := $(VENV)/bin/python -m
 READY := $(VENV)/.ready
 WORKERS := 2
 
-.PHONY: help setup quickstart test check bench mutants fetch lock clean
+.PHONY: help setup quickstart test check bench soak mutants fetch lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -42,6 +43,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(RUN) benchmarks.run $(or $(NAME),all)
+
+soak: $(READY)
+	$(VENV)/bin/python tests/soak/leases.py $(LEASES)
 
 mutants: $(READY)
 	$(VENV)/bin/python tests/mutants/run.py $(ARGS)

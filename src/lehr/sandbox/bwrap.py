@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import resource
 import shutil
 import socket
 
@@ -112,6 +113,7 @@ class BwrapBackend:
     async def _hatch(self, program: str, python: str) -> Zygote:
         """Return the zygote, started if there is none that lives."""
         async with self._hatching:
+            allow_descriptors()
             if self._closed:
                 raise SandboxError("the backend is closed")
             if self._zygote is None or self._zygote.lost:
@@ -165,6 +167,13 @@ class BwrapBackend:
         async with self._hatching:
             if self._zygote is not None:
                 await self._zygote.close()
+
+
+@functools.cache
+def allow_descriptors() -> None:
+    """Let this process open as many files as it may: each box takes two, and more while a program runs."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @functools.cache
