@@ -127,3 +127,55 @@ def test_s32_input_and_children(hold: Callable[[str], None]) -> None:
 
 def test_s33_partial_output(hold: Callable[[str], None]) -> None:
     hold("S33")
+
+
+def test_s15_terminal_input(hold: Callable[[str], None]) -> None:
+    hold("S15")
+
+
+def test_s16_devices(hold: Callable[[str], None]) -> None:
+    hold("S16")
+
+
+def test_s18_kernel_interfaces(hold: Callable[[str], None]) -> None:
+    hold("S18")
+
+
+def test_s19_tracing(hold: Callable[[str], None]) -> None:
+    hold("S19")
+
+
+def test_s20_control_groups(hold: Callable[[str], None]) -> None:
+    hold("S20")
+
+
+def test_s21_neighbours(hold: Callable[[str], None]) -> None:
+    hold("S21")
+
+
+def test_s22_unix_sockets(hold: Callable[[str], None]) -> None:
+    hold("S22")
+
+
+def test_s24_priorities_and_dumps(hold: Callable[[str], None]) -> None:
+    hold("S24")
+
+
+def test_s29_hostile_archives(hold: Callable[[str], None]) -> None:
+    hold("S29")
+
+
+def test_s30_stubborn_trees(hold: Callable[[str], None]) -> None:
+    hold("S30")
+
+
+def test_s36_zombies(hold: Callable[[str], None]) -> None:
+    hold("S36")
+
+
+def test_s37_more_leases_than_boxes(hold: Callable[[str], None]) -> None:
+    hold("S37")
+
+
+def test_s39_release_in_time(hold: Callable[[str], None]) -> None:
+    hold("S39")

@@ -8,9 +8,12 @@ backends; a plug-in runs :data:`CASES` on its own. What a backend cannot do must
 from lehr.sandbox.conformance.basis import NotHeld
 from lehr.sandbox.conformance.collecting import COLLECTING
 from lehr.sandbox.conformance.escape import ESCAPE
+from lehr.sandbox.conformance.kernel import KERNEL
+from lehr.sandbox.conformance.neighbours import NEIGHBOURS
 from lehr.sandbox.conformance.resources import RESOURCES
 from lehr.sandbox.conformance.sessions import SESSIONS
 
-CASES = {**RESOURCES, **ESCAPE, **COLLECTING, **SESSIONS}
+ALL = {**RESOURCES, **ESCAPE, **KERNEL, **NEIGHBOURS, **COLLECTING, **SESSIONS}
+CASES = {name: ALL[name] for name in sorted(ALL, key=lambda name: int(name[1:]))}
 
 __all__ = ["CASES", "NotHeld"]
