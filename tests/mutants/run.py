@@ -3,7 +3,8 @@
     python tests/mutants/run.py [CASE | FILE-STEM] ...      all of them without arguments
 
 A mutant is a TOML file in this folder: ``case`` or ``cases``, ``file``, ``find`` (text that occurs exactly
-once), ``replace``, ``test`` or ``tests``. Each worker has a copy of the tree, on which the tests must pass
+once), ``replace``, ``test`` or ``tests``; where defences are layered, ``also``, a list of further edits with
+``file``, ``find`` and ``replace``. Each worker has a copy of the tree, on which the tests must pass
 as it is; a mutant is caught when every one of its tests fails on the changed copy. A test that is skipped,
 missing or broken for another reason (it fails on the unchanged copy) does not count as a catch.
 """
@@ -35,11 +36,21 @@ from hypothesis import Phase, settings
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None)
 settings.load_profile("mutants")
 """
-KEYS = {"case", "cases", "file", "find", "replace", "test", "tests"}
+KEYS = {"case", "cases", "file", "find", "replace", "test", "tests", "also"}
+EDIT = {"file", "find", "replace"}
 
 
 class BadMutant(Exception):
     """A mutant file that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of one file."""
+
+    file: str
+    find: str
+    replace: str
 
 
 @dataclass(frozen=True)
@@ -48,9 +59,7 @@ class Mutant:
 
     name: str
     cases: tuple[str, ...]
-    file: str
-    find: str
-    replace: str
+    edits: tuple[Edit, ...]
     tests: tuple[str, ...]
 
 
@@ -78,21 +87,30 @@ def load(path: Path, root: Path = ROOT) -> Mutant:
     missing = [key for key, value in needed.items() if not value]
     if missing or "replace" not in raw:
         raise BadMutant(f"{path.name}: needs {', '.join(missing) or 'replace'}")
-    mutant = Mutant(path.stem, cases, raw["file"], raw["find"], raw["replace"], tests)
-    source = root / mutant.file
-    if not source.is_file():
-        raise BadMutant(f"{path.name}: there is no {mutant.file}")
-    count = source.read_text().count(mutant.find)
-    if count != 1:
-        raise BadMutant(f"{path.name}: its text occurs {count} times in {mutant.file}, not once")
-    if mutant.find == mutant.replace:
-        raise BadMutant(f"{path.name}: it changes nothing")
+    more = raw.get("also", [])
+    if any(set(item) != EDIT for item in more):
+        raise BadMutant(f"{path.name}: each of also needs {', '.join(sorted(EDIT))}")
+    edits = tuple(Edit(item["file"], item["find"], item["replace"]) for item in (raw, *more))
+    mutant = Mutant(path.stem, cases, edits, tests)
+    for edit in edits:
+        _check(edit, path.name, root)
     for test in tests:
         file, _, function = test.partition("::")
         body = (root / file).read_text() if (root / file).is_file() else ""
         if not function or f"def {function.partition('[')[0].split('::')[-1]}(" not in body:
             raise BadMutant(f"{path.name}: there is no test {test}")
     return mutant
+
+
+def _check(edit: Edit, name: str, root: Path) -> None:
+    source = root / edit.file
+    if not source.is_file():
+        raise BadMutant(f"{name}: there is no {edit.file}")
+    count = source.read_text().count(edit.find)
+    if count != 1:
+        raise BadMutant(f"{name}: its text occurs {count} times in {edit.file}, not once")
+    if edit.find == edit.replace:
+        raise BadMutant(f"{name}: it changes nothing")
 
 
 class Tree:
@@ -123,13 +141,15 @@ class Tree:
     def try_out(self, mutant: Mutant) -> Verdict:
         """Change the copy, run the tests, change it back."""
         begun = time.monotonic()
-        path = self.folder / mutant.file
-        original = path.read_text()
-        path.write_text(original.replace(mutant.find, mutant.replace))
+        originals = {edit.file: (self.folder / edit.file).read_text() for edit in mutant.edits}
+        for edit in mutant.edits:
+            path = self.folder / edit.file
+            path.write_text(path.read_text().replace(edit.find, edit.replace))
         try:
             results = self.outcomes(mutant.tests)
         finally:
-            path.write_text(original)
+            for file, original in originals.items():
+                (self.folder / file).write_text(original)
         seconds = time.monotonic() - begun
         words = {test: results.get(test, "missing") for test in mutant.tests}
         escaped = {test: word for test, word in words.items() if word != "failed"}

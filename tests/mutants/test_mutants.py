@@ -43,6 +43,16 @@ def test_a_mutant_is_read(tmp_path: Path) -> None:
     assert (mutant.cases, mutant.tests) == (("X1",), ("test_a.py::test_one",))
 
 
+def test_layers_are_broken_together(tmp_path: Path) -> None:
+    module, path = runner(), tree(tmp_path)
+    more = '\n[[also]]\nfile = "src/a.py"\nfind = "two_again = 2"\nreplace = "two_again = 4"\n'
+    path.write_text(path.read_text() + more)
+    assert len(module.load(path, tmp_path).edits) == 2
+    path.write_text(path.read_text().replace("two_again = 2", "three = 3"))
+    with pytest.raises(module.BadMutant, match="occurs 0 times"):
+        module.load(path, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
