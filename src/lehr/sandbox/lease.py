@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -45,7 +46,7 @@ class Origin:
 class LeasedBox:
     """A box under a lease, which ends when it is released, or ``lease_s`` after the last call or renewal.
 
-    expired: told when it has ended by itself.
+    expired: told when it has ended by itself. counts: where execs are counted by verdict.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class LeasedBox:
         origin: Origin,
         lease_s: float,
         expired: Callable[[LeasedBox], None],
+        counts: Counter[str],
     ) -> None:
         self._box = box
         self._recorder = recorder
@@ -62,6 +64,7 @@ class LeasedBox:
         self._facts = {"box": box.id, **asdict(origin)}
         self._lease_s = lease_s
         self._expired = expired
+        self._counts = counts
         self._calls = 0
         self._loop = asyncio.get_running_loop()
         self._until = self._loop.time() + lease_s
@@ -118,6 +121,7 @@ class LeasedBox:
         self._recorder.record(kind, **self._facts, **_purpose.get(), **fields)
 
     def _note(self, result: ExecResult, what: str) -> ExecResult:
+        self._counts[f"exec {result.verdict}"] += 1
         self._tell(
             "sandbox.exec",
             program=what,

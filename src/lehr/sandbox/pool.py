@@ -15,6 +15,7 @@ from lehr.core.protocols import NullRecorder, Recorder
 from lehr.sandbox.base import BACKENDS, Backend, Box, Snapshot, Spec
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.lease import LeasedBox, Origin
+from lehr.sandbox.metrics import exposition
 
 RELEASE_S = 5.0
 LEASE_S = 3600.0
@@ -107,7 +108,7 @@ class Pool:
         self.counts[how] += 1
         self.counts["queue_us"] += int(1e6 * queue_s)
         origin = Origin(self._backend.name, how, queue_s, domain)
-        leased = LeasedBox(box, self._recorder, origin, self._lease_s, self._expire)
+        leased = LeasedBox(box, self._recorder, origin, self._lease_s, self._expire, self.counts)
         self._leased.add(leased)
         if snapshot is None:
             self._refill(spec)
@@ -204,6 +205,14 @@ class Pool:
                 self._line.remove(waiter)
                 self._held[waiter.domain] += 1
                 waiter.turn.set_result(None)
+
+    def metrics(self) -> str:
+        """Return the pool's state in the text format of Prometheus."""
+        return exposition(
+            self._backend.name,
+            {"leased": self.leased, "waiting": self.waiting, "warm": sum(map(len, self._warm.values()))},
+            self.counts,
+        )
 
     @property
     def leased(self) -> int:

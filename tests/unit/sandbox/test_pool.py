@@ -340,6 +340,28 @@ def test_s38_a_lease_that_nobody_renews_expires_and_none_comes_back_to_life() ->
     asyncio.run(run())
 
 
+def test_metrics_tell_what_happened() -> None:
+    async def run() -> None:
+        pool = Pool(FakeBackend(), warm=0, limit=1)
+        async with pool.lease(SPEC) as box:
+            await box.exec(["true"])
+            await (await box.shell()).run("false")
+            with pytest.raises(DeadlineExceeded):
+                await pool.acquire(SPEC, timeout_s=0.01)
+            text = pool.metrics()
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert lines['lehr_sandbox_boxes{backend="fake",state="leased"}'] == "1"
+        assert lines['lehr_sandbox_leases_total{backend="fake",obtained="cold"}'] == "1"
+        assert lines['lehr_sandbox_execs_total{backend="fake",verdict="ok"}'] == "1"
+        assert lines['lehr_sandbox_execs_total{backend="fake",verdict="exit"}'] == "1"
+        assert lines['lehr_sandbox_lost_total{backend="fake",why="too_late"}'] == "1"
+        families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+        assert len(families) == len(set(families)) == 6
+        await pool.close()
+
+    asyncio.run(run())
+
+
 def test_a_long_call_holds_its_lease() -> None:
     async def run() -> None:
         pool = Pool(FakeBackend(), warm=0, lease_s=0.05)
