@@ -93,10 +93,17 @@ class ExecResult:
 
 
 class Shell(Protocol):
-    """A persistent shell inside a box. Exit codes travel out of band."""
+    """A persistent shell inside a box. Exit codes travel out of band.
+
+    On a terminal, what it prints comes as one stream, in ``stdout``, and it reads what :meth:`send` types.
+    """
 
     async def run(self, command: str, *, timeout_s: float = 10.0) -> ExecResult:
         """Run one command line. Output up to a timeout is returned with the verdict."""
+        ...
+
+    async def send(self, data: bytes) -> None:
+        """Type into the terminal of a shell that has one, while a command runs or before."""
         ...
 
     async def close(self) -> None:
@@ -173,8 +180,8 @@ class Box(Protocol):
         """Return every regular file below ``path`` with its content, and each folder with None."""
         ...
 
-    async def shell(self) -> Shell:
-        """Start a persistent shell in the working folder."""
+    async def shell(self, *, terminal: bool = False) -> Shell:
+        """Start a persistent shell in the working folder, with pipes or on a terminal (80 by 24)."""
         ...
 
     async def snapshot(self) -> Snapshot:

@@ -236,9 +236,11 @@ class RunnerBox:
             raise Refused(f"cannot {request['op']} {path} in the box: {answer.header['error']}")
         return answer
 
-    async def shell(self) -> PipeShell:
+    async def shell(self, *, terminal: bool = False) -> PipeShell:
         """Start a persistent shell in the working folder."""
-        shell = await PipeShell.start(self, self._channel, self.spec.limits, lambda: Meter(self._process))
+        shell = await PipeShell.start(
+            self, self._channel, self.spec.limits, lambda: Meter(self._process), terminal=terminal
+        )
         self._shells.append(shell)
         return shell
 

@@ -165,9 +165,9 @@ class LeasedBox:
         async with self._call() as box:
             return await box.tree(path, limit_files=limit_files, limit_bytes=limit_bytes)
 
-    async def shell(self) -> Shell:
+    async def shell(self, *, terminal: bool = False) -> Shell:
         """Start a persistent shell in the working folder."""
-        return LeasedShell(await self._live().shell(), self)
+        return LeasedShell(await self._live().shell(terminal=terminal), self)
 
     async def snapshot(self) -> Snapshot:
         """Record the box's state; see :meth:`lehr.sandbox.base.Box.snapshot`."""
@@ -212,6 +212,10 @@ class LeasedShell:
     async def run(self, command: str, *, timeout_s: float = 10.0) -> ExecResult:
         """Run one command line."""
         return await self._box.run_shell(self._shell, command, timeout_s)
+
+    async def send(self, data: bytes) -> None:
+        """Type into the shell's terminal."""
+        await self._shell.send(data)
 
     async def close(self) -> None:
         """End the shell and everything that it started."""

@@ -1,5 +1,7 @@
 """A persistent shell in a box: commands go in on one pipe, statuses come out on another.
 
+Its streams are pipes, or a terminal of the host's whose other end we hold; the box has no device for it.
+
 The shell runs each command with both pipes closed, so that nothing that it starts can read the next command
 or write a status. Every status carries the number drawn for its command; any other is ignored.
 """
@@ -8,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import secrets
+import struct
+import termios
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -26,26 +31,31 @@ LOOP = (
     "while IFS= read -r -d '' -u 8 __n && IFS= read -r -d '' -u 8 __c; do "
     'eval "$__c" 8<&- 9>&-; printf "%s %s\\n" "$__n" "$?" >&9; done'
 )
+KEEP_ON = "trap : INT; "
+"""On a terminal ^C ends the command that runs, not the shell."""
 TICK_S = 0.05
 GRACE_S = 0.3
 OUTPUT_FACTOR = 64
+SEND_S = 10.0
+ROWS, COLUMNS = 24, 80
 
 
 class PipeShell:
-    """bash over pipes. Life cycle: started by ``box.shell()``, ended by :meth:`close` or by its command."""
+    """bash over pipes, or on a terminal. Started by ``box.shell()``, ended by :meth:`close` or its command."""
 
     def __init__(
         self, box: RunnerBox, number: int, answer: asyncio.Future[Answer], limits: Limits, fds: tuple[int, ...],
-        meter: Callable[[], Meter],
+        meter: Callable[[], Meter], terminal: bool,
     ) -> None:  # fmt: skip
         self._box = box
+        self._terminal = terminal
         self._number = number
         self._answer = answer
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        out, err, self._commands, self._statuses = fds
+        self._out, err, self._commands, self._statuses = fds
         self._streams = (
-            Capture(self._loop, out, limits.output_bytes),
+            Capture(self._loop, self._out, limits.output_bytes),
             Capture(self._loop, err, limits.output_bytes),
         )
         self._meter = meter
@@ -58,16 +68,28 @@ class PipeShell:
 
     @classmethod
     async def start(
-        cls, box: RunnerBox, channel: Channel, limits: Limits, meter: Callable[[], Meter]
+        cls,
+        box: RunnerBox,
+        channel: Channel,
+        limits: Limits,
+        meter: Callable[[], Meter],
+        *,
+        terminal: bool = False,
     ) -> PipeShell:
         """Start bash in the box's working folder."""
         number, answer = channel.expect()
         pairs = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]
         (out, out_w), (err, err_w), (command_r, command), (status, status_w) = pairs
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        if terminal:
+            for fd in (out, out_w, err_w, null):
+                os.close(fd)
+            out, out_w = open_terminal()
+            null, err_w = os.dup(out_w), os.dup(out_w)
         request = {
             "op": "exec", "id": number, "shell": True, "cwd": ".", "rlimits": box.rlimits(), "nice": box.nice,
-            "argv": ["/bin/bash", "--noprofile", "--norc", "-c", LOOP], "env": image.ENVIRONMENT,
+            "argv": ["/bin/bash", "--noprofile", "--norc", "-c", KEEP_ON + LOOP if terminal else LOOP], "terminal": terminal,
+            "env": {**image.ENVIRONMENT, "TERM": "dumb"} if terminal else image.ENVIRONMENT,
         }  # fmt: skip
         try:
             await channel.send(request, (null, out_w, err_w, command_r, status_w))
@@ -80,7 +102,7 @@ class PipeShell:
                 os.close(fd)
         for fd in (out, err, command, status):
             os.set_blocking(fd, False)
-        return cls(box, number, answer, limits, (out, err, command, status), meter)
+        return cls(box, number, answer, limits, (out, err, command, status), meter, terminal)
 
     def _on_status(self) -> None:
         try:
@@ -98,6 +120,21 @@ class PipeShell:
             if nonce.decode("ascii", "replace") == self._nonce and code.isdigit() and not self._status.done():
                 self._status.set_result(int(code))
         del self._heard[: max(0, len(self._heard) - 4096)]
+
+    async def send(self, data: bytes) -> None:
+        """Type into the terminal; see :meth:`lehr.sandbox.base.Shell.send`."""
+        if not self._terminal:
+            raise SandboxError("this shell has no terminal", expected="one of `box.shell(terminal=True)`")
+        if not self._open:
+            raise SandboxError("the shell has ended", expected="a shell that is open")
+        feeder = Feeder(self._loop, os.dup(self._out), data)
+        try:
+            async with asyncio.timeout(SEND_S):
+                await feeder.done
+        except TimeoutError as error:
+            raise SandboxError(f"nothing in the box reads what is typed ({len(data)} bytes)") from error
+        finally:
+            feeder.close()
 
     async def run(self, command: str, *, timeout_s: float = 10.0) -> ExecResult:
         """Run one command line; see :meth:`lehr.sandbox.base.Shell.run`."""
@@ -199,3 +236,16 @@ class PipeShell:
                 self.abandon()
             else:
                 await self._end()
+
+
+def open_terminal() -> tuple[int, int]:
+    """Return both ends of a terminal that neither echoes nor changes what is printed."""
+    ours, theirs = os.openpty()
+    for fd in (ours, theirs):
+        os.set_inheritable(fd, False)
+    modes = termios.tcgetattr(theirs)
+    modes[1] &= ~termios.OPOST
+    modes[3] &= ~termios.ECHO
+    termios.tcsetattr(theirs, termios.TCSANOW, modes)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    return ours, theirs

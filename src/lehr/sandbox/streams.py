@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 
 CHUNK = 1 << 16
@@ -27,6 +28,10 @@ class Capture:
             data = os.read(self._fd, CHUNK)
         except BlockingIOError:
             return
+        except OSError as error:
+            if error.errno != errno.EIO:  # a terminal that nobody holds open any more
+                raise
+            data = b""
         if data:
             self._keep(data)
         else:
@@ -78,6 +83,7 @@ class Feeder:
         self._loop = loop
         self._fd = fd
         self._left = memoryview(data)
+        self.done = loop.create_future()
         self._on_writable()
         if self._fd >= 0:
             loop.add_writer(fd, self._on_writable)
@@ -88,8 +94,9 @@ class Feeder:
                 self._left = self._left[os.write(self._fd, self._left[:CHUNK]) :]
         except BlockingIOError:
             return
-        except BrokenPipeError:
-            pass
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
         self.close()
 
     def close(self) -> None:
@@ -99,3 +106,5 @@ class Feeder:
                 self._loop.remove_writer(self._fd)
             os.close(self._fd)
             self._fd = -1
+            if not self.done.done():
+                self.done.set_result(None)

@@ -209,6 +209,35 @@ print(open("/proc/self/status").read().split("Seccomp_filters:")[1].split()[0])
     in_box(use)
 
 
+def test_a_shell_on_a_terminal_is_typed_into() -> None:
+    async def use(box: RunnerBox) -> None:
+        shell = await box.shell(terminal=True)
+        look = "test -t 0 && test -t 1 && test -t 2 && stty size; exit_code() { return 3; }; exit_code"
+        result = await shell.run(look)
+        assert (result.stdout, result.exit_code) == (b"24 80\n", 3)
+        asking = asyncio.create_task(shell.run("read -p 'name? ' n; echo hello $n; cat"))
+        await asyncio.sleep(0.2)
+        await shell.send(b"bob\n")
+        await asyncio.sleep(0.1)
+        await shell.send(b"more\n\x04")
+        assert (await asking).stdout == b"name? hello bob\nmore\n"
+        sleeping = asyncio.create_task(shell.run("sleep 30"))
+        await asyncio.sleep(0.2)
+        await shell.send(b"\x03")
+        assert (await asyncio.wait_for(sleeping, 2)).exit_code == 130
+        assert (await shell.run("sleep 30", timeout_s=0.3)).verdict == "timeout_wall"
+        await shell.run("seq 100000")
+        assert (await shell.run("echo on")).stdout == b"on\n"
+        await shell.run("exit 4")
+        with pytest.raises(SandboxError, match="has ended"):
+            await shell.send(b"x")
+        pipes = await box.shell()
+        with pytest.raises(SandboxError, match="has no terminal"):
+            await pipes.send(b"x")
+
+    in_box(use)
+
+
 def test_files_in_and_out() -> None:
     async def use(box: RunnerBox) -> None:
         await box.write("a/b/data.bin", bytes(range(256)) * 5000)

@@ -19,6 +19,9 @@ OTHER = Spec(limits=Limits(pids=7))
 
 
 class FakeShell:
+    async def send(self, data: bytes) -> None:
+        return None
+
     async def run(self, command: str, *, timeout_s: float = 10.0) -> ExecResult:
         return ExecResult("exit", 3, command.encode(), b"")
 
@@ -60,7 +63,7 @@ class FakeBox:
     ) -> Mapping[str, bytes | None]:
         return {}
 
-    async def shell(self) -> Shell:
+    async def shell(self, *, terminal: bool = False) -> Shell:
         return FakeShell()
 
     async def destroy(self) -> None:

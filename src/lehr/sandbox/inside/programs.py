@@ -15,6 +15,7 @@ from lehr.sandbox.inside import rights, script
 
 TARGETS = (0, 1, 2, 8, 9)
 TELL = 3
+TIOCSCTTY = 0x540E
 FIRST_FREE = 16
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -108,6 +109,8 @@ def _become(request: dict[str, Any], fds: list[int], tell: int, apart: bool) -> 
         hard = resource.getrlimit(kind)[1]
         soft, top = (value if hard == resource.RLIM_INFINITY else min(value, hard) for value in wanted)
         resource.setrlimit(kind, (soft, top))
+    if request.get("terminal"):
+        fcntl.ioctl(0, TIOCSCTTY, 0)
     os.nice(request["nice"])
     os.umask(0o022)
     rights.become_candidate(apart=apart)
