@@ -48,14 +48,14 @@ class PipeShell:
         meter: Callable[[], Meter], terminal: bool,
     ) -> None:  # fmt: skip
         self._box = box
-        self._terminal = terminal
         self._number = number
         self._answer = answer
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._out, err, self._commands, self._statuses = fds
+        out, err, self._commands, self._statuses = fds
+        self._keyboard = os.dup(out) if terminal else -1
         self._streams = (
-            Capture(self._loop, self._out, limits.output_bytes),
+            Capture(self._loop, out, limits.output_bytes),
             Capture(self._loop, err, limits.output_bytes),
         )
         self._meter = meter
@@ -88,7 +88,8 @@ class PipeShell:
             null, err_w = os.dup(out_w), os.dup(out_w)
         request = {
             "op": "exec", "id": number, "shell": True, "cwd": ".", "rlimits": box.rlimits(), "nice": box.nice,
-            "argv": ["/bin/bash", "--noprofile", "--norc", "-c", KEEP_ON + LOOP if terminal else LOOP], "terminal": terminal,
+            "argv": ["/bin/bash", "--noprofile", "--norc", "-c", KEEP_ON + LOOP if terminal else LOOP],
+            "terminal": terminal,
             "env": {**image.ENVIRONMENT, "TERM": "dumb"} if terminal else image.ENVIRONMENT,
         }  # fmt: skip
         try:
@@ -123,11 +124,11 @@ class PipeShell:
 
     async def send(self, data: bytes) -> None:
         """Type into the terminal; see :meth:`lehr.sandbox.base.Shell.send`."""
-        if not self._terminal:
+        if self._keyboard < 0 and self._open:
             raise SandboxError("this shell has no terminal", expected="one of `box.shell(terminal=True)`")
-        if not self._open:
+        if not self._open or self._answer.done():
             raise SandboxError("the shell has ended", expected="a shell that is open")
-        feeder = Feeder(self._loop, os.dup(self._out), data)
+        feeder = Feeder(self._loop, os.dup(self._keyboard), data)
         try:
             async with asyncio.timeout(SEND_S):
                 await feeder.done
@@ -223,6 +224,8 @@ class PipeShell:
                 stream.close()
             with contextlib.suppress(ValueError):
                 self._loop.remove_reader(self._statuses)
+            if self._keyboard >= 0:
+                os.close(self._keyboard)
             os.close(self._commands)
             os.close(self._statuses)
             self._box.forget(self)
