@@ -144,7 +144,8 @@ try:
 except OSError: pass
 print(made)
 """
-    async with boxes.lease(spec(inodes=12_000, disk_bytes=64 << 20)) as box:
+    limits = {"inodes": 12_000, "disk_bytes": 64 << 20, "wall_s": 60.0, "cpu_s": 60.0}
+    async with boxes.lease(spec(**limits)) as box:
         result = await python(box, code)
         expect(int(result.stdout) >= 10_000, "the tree is made", result)
         async with asyncio.timeout(5):
