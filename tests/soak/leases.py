@@ -32,7 +32,7 @@ from lehr.sandbox.pool import Pool
 
 MIB = 1 << 20
 SPEC = Spec(
-    limits=Limits(memory_bytes=96 * MIB, disk_bytes=4 * MIB, inodes=256, pids=16, wall_s=0.4, cpu_s=0.4)
+    limits=Limits(memory_bytes=96 * MIB, disk_bytes=4 * MIB, inodes=256, pids=16, wall_s=4.0, cpu_s=0.4)
 )
 AT_ONCE, LIMIT, WARM = 6, 4, 2
 BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
