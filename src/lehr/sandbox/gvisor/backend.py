@@ -90,7 +90,7 @@ class GvisorBackend:
         sandbox, channel = await self._launch(spec.limits, recorded or self._state / "fresh")
         try:
             async with asyncio.timeout(READY_S):
-                await (channel.adopt() if recorded else self._settle(channel, spec.limits))
+                await (channel.adopt() if recorded else self._settle(channel, sandbox, spec.limits))
         except BaseException as error:
             await self._end(sandbox, channel)
             if isinstance(error, ChannelLost | TimeoutError):
@@ -115,7 +115,7 @@ class GvisorBackend:
             raise SandboxError(f"{snapshot.id} was discarded", expected="a snapshot that is still held")
         return snapshot.image
 
-    async def _settle(self, channel: StreamChannel, limits: Limits) -> None:
+    async def _settle(self, channel: StreamChannel, sandbox: Sandbox, limits: Limits) -> None:
         """Tell a fresh runner what box it is."""
         plain_path, _ = inside_code(_python(), (OWN,))
         _, ready = channel.expect(0)
@@ -127,7 +127,7 @@ class GvisorBackend:
                 "disk_bytes": limits.disk_bytes,
                 "memory_bytes": limits.memory_bytes,
                 "pids": limits.pids,
-                "cpu_s": limits.cpu_s,
+                "cpu_s": None if sandbox.group else limits.cpu_s,
             }
         )
         answer = await ready

@@ -17,8 +17,9 @@ from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.gvisor.sandbox import Sandbox
 from lehr.sandbox.gvisor.stream import StreamChannel
 
-UNSUPPORTED_RLIMITS = ("RTPRIO", "NICE", "MSGQUEUE", "AS")
-"""gVisor refuses to set the first three. Address space is no measure of memory: the runner measures, see ``look``."""
+UNUSED_RLIMITS = ("RTPRIO", "NICE", "MSGQUEUE", "AS", "CPU")
+"""gVisor refuses to set the first three, and counts the time that a program waits for a processor as its own.
+Address space is no measure of memory; the runner measures."""
 
 
 class MemorySnapshot:
@@ -90,7 +91,7 @@ class GvisorBox(RunnerBox):
 
     def rlimits(self) -> dict[str, tuple[int, int]]:
         """Return the limits of each single process, as far as gVisor has them."""
-        return {name: value for name, value in super().rlimits().items() if name not in UNSUPPORTED_RLIMITS}
+        return {name: value for name, value in super().rlimits().items() if name not in UNUSED_RLIMITS}
 
     async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
         """Return a regular file's content; see the protocol."""

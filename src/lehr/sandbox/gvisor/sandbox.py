@@ -12,10 +12,10 @@ from lehr.sandbox.cgroup import Group
 from lehr.sandbox.gvisor import runsc
 from lehr.sandbox.launch import GONE_S, Handle, Process
 
-OWN_BYTES = 96 << 20
+OWN_BYTES = 256 << 20
 """What gVisor's kernel and its file server may take on top of a box's memory."""
-OWN_PIDS = 192
-TASKS = 4
+OWN_PIDS = 256
+TASKS = 16
 """Host threads and processes that one process inside may stand for."""
 
 

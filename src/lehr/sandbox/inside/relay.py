@@ -321,12 +321,17 @@ class Relay(Runner):
                 reason = "pids"
             elif taken > self.config["memory_bytes"]:
                 reason = "oom"
-            elif spent_s() + load.cpu_s - item.cpu_before_s > self.config["cpu_s"] and not item.shell:
+            elif self.exhausted(item, load.cpu_s):
                 reason = "cpu"
             else:
                 continue
             item.ended_by = item.ended_by or reason
             self.kill(item.id, children_only=item.shell)
+
+    def exhausted(self, item: programs.Exec, running_s: float) -> bool:
+        """Where no cgroup of the host counts: whether a program used up its CPU time, as gVisor counts."""
+        limit_s = self.config["cpu_s"]
+        return limit_s is not None and not item.shell and spent_s() + running_s - item.cpu_before_s > limit_s
 
 
 def taken_bytes() -> int:
