@@ -67,7 +67,13 @@ def test_bundle_gives_programs_nothing() -> None:
     assert dict(entry.split("=", 1) for entry in process["env"]) == image.ENVIRONMENT
     assert config["hostname"] == "box"
     assert config["root"] == {"path": "rootfs", "readonly": True}
-    assert {space["type"] for space in config["linux"]["namespaces"]} >= {"pid", "network", "mount", "ipc", "uts"}
+    assert {space["type"] for space in config["linux"]["namespaces"]} >= {
+        "pid",
+        "network",
+        "mount",
+        "ipc",
+        "uts",
+    }
     assert "CAP_NET_RAW" not in process["capabilities"]["bounding"]
 
 
@@ -85,8 +91,8 @@ def test_bundle_on_disk(tmp_path: Path) -> None:
 
 
 def test_platform_by_what_the_binary_offers() -> None:
-    old = "x\n  -overlay2 value\n  -platform string\n    \twhich: ptrace (default), kvm. (default \"ptrace\")\n  -z"
-    new = "x\n  -platform string\n    \twhich: systrap (default), ptrace, kvm.\n  -platform_device_path string\n"
+    old = 'x\n  -overlay2 value\n  -platform string\n    \tptrace (default), kvm. (default "ptrace")\n  -z'
+    new = "x\n  -platform string\n    \tsystrap (default), ptrace, kvm.\n  -platform_device_path string\n"
     assert runsc.platform(old) == "ptrace"
     assert runsc.platform(new) == "systrap"
     assert runsc.platform("x\n  -platform string\n    \tptrace, kvm.\n  -systrap-thing\n") == "ptrace"

@@ -22,7 +22,8 @@ MOST_HELD = 4 << 20
 INPUTS = (0, 3)
 FIELDS: dict[str, tuple[type, ...]] = {
     "id": (int,), "status": (int,), "ended_by": (str,), "full": (bool,), "resisted": (int,),
-    "cpu_s": (int, float), "peak_bytes": (int,), "peak_pids": (int,), "error": (str,), "errno": (int,),
+    "user_s": (int, float), "system_s": (int, float), "read_bytes": (int,), "written_bytes": (int,),
+    "peak_bytes": (int,), "peak_pids": (int,), "error": (str,), "errno": (int,),
     "stream": (int,), "took": (bool,), "entries": (list,), "facts": (list,),
 }  # fmt: skip
 """What a header may hold."""

@@ -19,7 +19,7 @@ import time
 from typing import Any, NamedTuple
 
 from lehr.sandbox.inside import files, programs, rights, script
-from lehr.sandbox.inside.runner import LOOK_S, Runner, spent_s
+from lehr.sandbox.inside.runner import LOOK_S, Runner
 from lehr.sandbox.inside.wire import CHUNK, Wire, farewell
 from lehr.sandbox.inside.zygote import preload
 
@@ -77,6 +77,7 @@ class Relay(Runner):
         self.apart = True
         self.config = config
         self.pack = pack
+        self.held = rights.Held(disk=-1, io=-1)
         self.execs: dict[int, programs.Exec] = {}
         self.watch: dict[str, Any] | None = config
         self.looked = 0.0
@@ -193,7 +194,7 @@ class Relay(Runner):
                 read, write = os.pipe2(os.O_CLOEXEC)
                 theirs.append(read if place in INPUTS else write)
                 ours[Stream(request["id"], place)] = write if place in INPUTS else read
-            started = programs.start(request, theirs, spent_s(), apart=True)
+            started = programs.start(request, theirs, self.spent(), apart=True)
         except OSError:
             for fd in ours.values():
                 os.close(fd)
@@ -302,7 +303,7 @@ class Relay(Runner):
                     "ended_by": done.ended_by,
                     "full": disk.f_bavail == 0,
                     "resisted": resisted,
-                    "cpu_s": spent_s() - done.cpu_before_s,
+                    **self.spent().since(done.before),
                     "peak_bytes": max(done.peak_bytes, peak_bytes),
                     "peak_pids": done.peak_pids,
                 }
@@ -331,7 +332,8 @@ class Relay(Runner):
     def exhausted(self, item: programs.Exec, running_s: float) -> bool:
         """Where no cgroup of the host counts: whether a program used up its CPU time, as gVisor counts."""
         limit_s = self.config["cpu_s"]
-        return limit_s is not None and not item.shell and spent_s() + running_s - item.cpu_before_s > limit_s
+        used_s = self.spent().cpu_s - item.before.cpu_s + running_s
+        return limit_s is not None and not item.shell and used_s > limit_s
 
 
 def taken_bytes() -> int:
