@@ -352,6 +352,10 @@ class Meter:
         """Processes ended for want of memory since the start."""
         return self._group.oom_kills() - self._ooms if self._group else 0
 
+    def lost_to_memory(self) -> bool:
+        """Whether want of memory has ended a part of the box itself rather than a program."""
+        return False
+
     def usage(self, header: Mapping[str, Any], wall_s: float) -> ExecUsage:
         """Return what the exec used, from the cgroup and from the runner's report."""
         cpu_s = self.cpu_s()
@@ -397,6 +401,8 @@ class Watch:
             self.end("output")
         elif self._meter.refused_pids() > REFUSED_FORKS:
             self.end("pids")
+        elif self._meter.lost_to_memory():
+            self.end("oom")
         else:
             self._timers["tick"] = self._loop.call_later(TICK_S, self._tick)
 
@@ -407,7 +413,7 @@ class Watch:
             self.reason = reason
             self._box.interrupt(self._number)
             self._timers["grace"] = self._loop.call_later(
-                GRACE_S if reason in ("wall", "cpu") else PATIENT_S, self._box.give_up
+                GRACE_S if reason in ("wall", "cpu", "oom") else PATIENT_S, self._box.give_up
             )
 
     def stop(self) -> None:

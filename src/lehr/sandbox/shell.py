@@ -200,6 +200,8 @@ class PipeShell:
                 return "wall"
             if cpu_s is not None and cpu_s > self._limits.cpu_s:
                 return "cpu"
+            if meter.lost_to_memory():
+                return "oom"
             if any(s.total > OUTPUT_FACTOR * self._limits.output_bytes for s in self._streams):
                 return "output"
 

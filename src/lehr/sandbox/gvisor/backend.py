@@ -1,7 +1,8 @@
 """The backend ``gvisor``: boxes restored from a container that has its interpreter loaded already.
 
 Started by root, gVisor locks itself up as nobody in an empty root folder. Started by another user it runs as
-``--rootless``: it has that user's own rights on the host, and what isolates is gVisor's kernel alone.
+``--rootless``: it keeps that user's rights on the host, so that gVisor's kernel alone isolates; runsc restores
+nothing then, so that every box loads an interpreter and none can be recorded.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
 import secrets
 import shutil
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lehr.core.errors import HostUnfit, MissingDependency
@@ -87,10 +90,16 @@ class GvisorBackend:
             raise HostUnfit(f"the gvisor backend has no image {spec.image!r}", expected="image 'host'")
         recorded = self._recorded(spec, snapshot)
         await self._prepare()
-        sandbox, channel = await self._launch(spec.limits, recorded or self._state / "fresh")
+        fresh = self._state / "fresh" if self._driver().restores else None
+        sandbox, channel = await self._launch(spec.limits, recorded or fresh)
         try:
             async with asyncio.timeout(READY_S):
-                await (channel.adopt() if recorded else self._settle(channel, sandbox, spec.limits))
+                if recorded:
+                    await channel.adopt()
+                else:
+                    if fresh is None:
+                        await _load(channel)
+                    await self._settle(channel, sandbox, spec.limits)
         except BaseException as error:
             await self._end(sandbox, channel)
             if isinstance(error, ChannelLost | TimeoutError):
@@ -140,6 +149,11 @@ class GvisorBackend:
         runsc ends a container when it records it: the box goes on as a restored one, in the same group.
         """
         driver = self._driver()
+        if not driver.restores:
+            raise HostUnfit(
+                "runsc restores nothing for a user that is not root, so the box cannot be recorded",
+                hint="Start as root, or use the backend bwrap, which records the disk",
+            )
         if channel.lost:
             raise SandboxError("the box cannot be recorded: it is gone")
         recorded = self._state / f"recorded-{next(self._numbers)}"
@@ -238,24 +252,25 @@ class GvisorBackend:
             if self._runsc is not None:
                 return
             program, python = runsc.find(self._program), _python()
-            _, code = inside_code(python, (OWN,))
-            self._state = await asyncio.to_thread(runsc.state_folder)
             try:
-                await asyncio.to_thread(bundle.write, self._state, [python, "-I", "-S", "-c", BOOT])
+                await _to_its_end(functools.partial(self._lay_out, [python, "-I", "-S", "-c", BOOT]))
                 self._runsc = runsc.Runsc(program, self._state)
-                await self._load(code)
+                if self._runsc.restores:
+                    await self._record_fresh()
             except BaseException:
                 self._runsc = None
                 await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(runsc.clear, self._state)))
                 raise
 
-    async def _load(self, code: bytes) -> None:
+    def _lay_out(self, argv: Sequence[str]) -> None:
+        self._state = runsc.state_folder()
+        bundle.write(self._state, argv)
+
+    async def _record_fresh(self) -> None:
         sandbox, channel = await self._launch(Limits(), None)
         try:
-            _, ready = channel.expect(0)
-            await channel.send_raw(struct.pack("!I", len(code)) + code)
             async with asyncio.timeout(READY_S):
-                await ready
+                await _load(channel)
             channel.detach()
             fresh = self._state / "fresh"
             fresh.mkdir(mode=0o700)
@@ -270,6 +285,14 @@ class GvisorBackend:
             await self._end(sandbox, channel)
 
 
+async def _load(channel: StreamChannel) -> None:
+    """Have an interpreter that has just started load the runner and what scripts use."""
+    _, code = inside_code(_python(), (OWN,))
+    _, ready = channel.expect(0)
+    await channel.send_raw(struct.pack("!I", len(code)) + code)
+    await ready
+
+
 def _python() -> str:
     python = image.system_python()
     if python is None:
@@ -279,6 +302,16 @@ def _python() -> str:
             hint="Install it: `apt-get install python3`",
         )
     return python
+
+
+async def _to_its_end(work: Callable[[], None]) -> None:
+    """Do work in a thread. A cancelled caller waits for its end, so that nothing is made behind its back."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _clear(folder: Path, group: cgroup.Group | None) -> None:

@@ -54,6 +54,10 @@ class OuterMeter(Meter):
         """Whether a cgroup holds the limits of programs."""
         return False
 
+    def lost_to_memory(self) -> bool:
+        """Whether the kernel has ended a part of gVisor."""
+        return self.oom_kills() > 0
+
     def refused_pids(self) -> int:
         """Forks that were refused to gVisor, not to a program."""
         return 0
@@ -128,10 +132,18 @@ class GvisorBox(RunnerBox):
         async with self._turn:
             return MemorySnapshot(self.spec, await self._recorder.record(sandbox, channel))
 
+    def interrupt(self, number: int, *, children: bool = False) -> None:
+        """Ask the runner to end an exec; end the box if the kernel has ended a part of it, as it may hang."""
+        group = self._process.group
+        if group and group.oom_kills():
+            self.give_up()
+        else:
+            super().interrupt(number, children=children)
+
     def _result(
         self, header: dict[str, Any], reason: str, meter: Meter, wall: float, wall_s: float,
         output: tuple[bytes, bytes], truncated: bool, program: str,
     ) -> ExecResult:  # fmt: skip
         if meter.oom_kills() and not self.broken:
-            self.give_up()  # the kernel ended a part of gVisor: what is left cannot be relied on
+            self.give_up()  # what is left of it cannot be relied on
         return super()._result(header, reason, meter, wall, wall_s, output, truncated, program)

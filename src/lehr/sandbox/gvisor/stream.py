@@ -155,6 +155,8 @@ class StreamChannel(Channel):
             self._later.append((header, payload))
             return
         body = json.dumps(header).encode("utf-8", "surrogateescape")
+        if self._written.done():
+            self._written = self._loop.create_future()
         self._out += struct.pack("!II", len(body), len(payload)) + body
         self._out += payload
         self._on_writable()
@@ -195,10 +197,8 @@ class StreamChannel(Channel):
                 self._inlets[number, place] = Inlet(self, fd, number, place)
             return
         self._room[number] = header.get("limit_bytes", 0) + 1
-        if self._written.done():
-            self._written = self._loop.create_future()
         self.post(header, payload)
-        while self._out and not self.lost:
+        if self._out and not self.lost:
             await asyncio.wait([self._written])
 
     async def send_raw(self, data: bytes) -> None:
