@@ -80,7 +80,6 @@ NUMBERED = (457, 458, 467)
 
 NAMESPACE_FLAGS = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
-AT_NO_AUTOMOUNT = 0x800
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 
 
@@ -130,17 +129,11 @@ def _known() -> bytes:
 
 
 @functools.cache
-def in_user_space(*, old_statx: bool) -> bytes:
-    """Return the filter for a kernel in user space, whose own calls are the allow-list.
-
-    old_statx: it knows no ``AT_NO_AUTOMOUNT``; libc then does without ``statx``.
-    """
+def in_user_space() -> bytes:
+    """Return the filter for a kernel in user space, whose own calls are the allow-list."""
     sc = _library()
     rules = _refusing(limited=False)
     rules.add_rule(sc.ERRNO(errno.ENOSYS), "clone3")
-    if old_statx:
-        automount = sc.Arg(2, sc.MASKED_EQ, AT_NO_AUTOMOUNT, AT_NO_AUTOMOUNT)
-        rules.add_rule(sc.ERRNO(errno.ENOSYS), "statx", automount)
     return _compiled(rules)
 
 

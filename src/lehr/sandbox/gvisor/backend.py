@@ -130,7 +130,7 @@ class GvisorBackend:
         _, ready = channel.expect(0)
         channel.post(
             {
-                "filter": seccomp.in_user_space(old_statx=self._driver().older).hex(),
+                "filter": seccomp.in_user_space().hex(),
                 "plain_path": plain_path,
                 "hidden": [*INSIDE, *(f"{INSIDE[-1]}.{name}" for name in (*PARTS, OWN))],
                 "disk_bytes": limits.disk_bytes,

@@ -152,13 +152,12 @@ class Call:
 class Runsc:
     """The binary with the flags and the bundle of one backend.
 
-    older: whether it is from before systrap (2023). restores: whether it may; runsc refuses to when rootless.
+    restores: whether it may; runsc refuses to when rootless.
     """
 
     def __init__(self, program: str, bundle: Path) -> None:
         self._base = (program, *options(program))
         self.restores = "--rootless" not in self._base
-        self.older = "--platform=ptrace" in self._base
         self._bundle = bundle
 
     async def start(
