@@ -17,6 +17,7 @@ from lehr.sandbox.box import Maker, Meter, RunnerBox
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.gvisor.sandbox import Sandbox
 from lehr.sandbox.gvisor.stream import StreamChannel
+from lehr.sandbox.shell import PipeShell
 
 UNUSED_RLIMITS = ("RTPRIO", "NICE", "MSGQUEUE", "AS", "CPU")
 """gVisor refuses to set the first three, and counts the time that a program waits for a processor as its own.
@@ -114,6 +115,14 @@ class GvisorBox(RunnerBox):
         async with self._turn:
             answer = await self._ask(request, path)
         return collect.cut(answer.payload, answer.header.get("entries", ()), limit_files)
+
+    async def shell(self, *, terminal: bool = False) -> PipeShell:
+        """Start a persistent shell in the working folder. No terminal of the host's can be lent to gVisor."""
+        if terminal:
+            raise SandboxError(
+                "a box on gVisor has no shell on a terminal", expected="a plain shell, or the backend bwrap"
+            )
+        return await super().shell()
 
     async def snapshot(self) -> Snapshot:
         """Record the box with everything that runs in it; shells go on after."""
