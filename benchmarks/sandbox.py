@@ -8,6 +8,9 @@ the bare ``bwrap``.
 ``sandbox.rollback_p50_ms``: restoring a box to a snapshot of a small working folder; beside the bare ``bwrap``.
 ``sandbox.idle_box_mib``: memory of a box that waits, its share of shared pages included, with 500 of them alive
 at once; beside what its interpreter alone takes.
+``sandbox.gvisor_start_ms``, ``sandbox.gvisor_exec_ms``, ``sandbox.gvisor_checkpoint_ms`` and
+``sandbox.gvisor_restore_ms``: a new box on gVisor, a small Python script in it, recording it with its memory
+and going on, a new box from that; beside a bare ``runsc do true``. Left out where runsc is not installed.
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ import asyncio
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.row import Row
 
+from lehr.core.errors import MissingDependency
 from lehr.sandbox.base import Spec
+from lehr.sandbox.gvisor import runsc
+from lehr.sandbox.gvisor.backend import GvisorBackend
 from lehr.sandbox.pool import Pool
 
 BARE = (
@@ -33,6 +41,8 @@ BARE = (
 PYTHON = "/usr/bin/python3"
 SCRIPT = (PYTHON, "-I", "-S", "-c", "print(6*7)")
 ALTERNATIONS, SUSTAINED_S, WARM, IDLE = 40, 6.0, 8, 500
+GVISOR_TURNS = 10
+T = TypeVar("T")
 
 
 def rows() -> Iterator[Row]:
@@ -52,7 +62,46 @@ async def _rows() -> list[Row]:
     found.append(Row.duration("sandbox.lease_warm_p50_ms", leases, "ms", "bwrap true", bare))
     found.append(Row.duration("sandbox.rollback_p50_ms", await _rollback(), "ms", "bwrap true", bare))
     found.append(Row.duration("sandbox.idle_box_mib", await _idle(), "MiB", "python3", _interpreter_mib()))
-    return found
+    return [*found, *await _gvisor()]
+
+
+async def _gvisor() -> list[Row]:
+    """Return the rows of gVisor, medians of repeated turns, or none with the reason."""
+    try:
+        program = runsc.find()
+    except MissingDependency as error:
+        print(f"    no rows of gVisor: {error}", file=sys.stderr)
+        return []
+    spent: dict[str, list[float]] = {}
+
+    async def timed(name: str, work: Awaitable[T]) -> T:
+        begun = time.perf_counter()
+        result = await work
+        spent.setdefault(name, []).append(1e3 * (time.perf_counter() - begun))
+        return result
+
+    backend = GvisorBackend()
+    try:
+        await (await backend.create(Spec())).destroy()
+        for _ in range(GVISOR_TURNS):
+            box = await timed("start", backend.create(Spec()))
+            result = await timed("exec", box.exec(SCRIPT))
+            assert result.stdout == b"42\n", result
+            snapshot = await timed("checkpoint", box.snapshot())
+            other = await timed("restore", backend.create(Spec(), snapshot))
+            for each in (box, other):
+                await each.destroy()
+            await snapshot.discard()
+            with tempfile.TemporaryDirectory() as root:
+                bare = [program, *runsc.options(program), "--root", root, "do", "true"]
+                spent.setdefault("bare", []).append(_timed(bare))
+    finally:
+        await backend.close()
+    middle = {name: statistics.median(values) for name, values in spent.items()}
+    return [
+        Row.duration(f"sandbox.gvisor_{name}_ms", middle[name], "ms", "runsc do true", middle["bare"])
+        for name in ("start", "exec", "checkpoint", "restore")
+    ]
 
 
 async def _cold() -> tuple[float, float]:

@@ -50,6 +50,15 @@ class RunnerBox:
         """Whether the box no longer works."""
         return self._channel.lost
 
+    @property
+    def limited(self) -> bool:
+        """Whether a cgroup holds the limits of programs; else rlimits and the runner do."""
+        return self._process.group is not None
+
+    def meter(self) -> Meter:
+        """Start to count what the next program uses."""
+        return Meter(self._process)
+
     async def exec(
         self,
         argv: Sequence[str],
@@ -78,7 +87,7 @@ class RunnerBox:
             if self._process.group and self._released:
                 self._released = False
                 self._process.group.throttle(True)
-            meter = Meter(self._process)
+            meter = self.meter()
             number, answer = self._channel.expect()
             watch = Watch(self, number, meter, wall_s)
             started = loop.time()
@@ -147,7 +156,7 @@ class RunnerBox:
             full=header.get("full", False),
             refused_pids=meter.refused_pids(),
             oom_kills=meter.oom_kills(),
-            limited=self._process.group is not None,
+            limited=self.limited,
             peak_bytes=usage.peak_bytes,
             peak_pids=usage.peak_pids,
             stderr=stderr,
@@ -169,7 +178,7 @@ class RunnerBox:
             "NICE": (0, 0),
             "MSGQUEUE": (0, 0),
         }
-        if self._process.group is None:
+        if not self.limited:
             table["AS"] = (limits.memory_bytes, limits.memory_bytes)
             table["NPROC"] = (limits.pids + 2, limits.pids + 2)  # the runner, and one by which to notice
         return table
@@ -238,9 +247,7 @@ class RunnerBox:
 
     async def shell(self, *, terminal: bool = False) -> PipeShell:
         """Start a persistent shell in the working folder."""
-        shell = await PipeShell.start(
-            self, self._channel, self.spec.limits, lambda: Meter(self._process), terminal=terminal
-        )
+        shell = await PipeShell.start(self, self._channel, self.spec.limits, self.meter, terminal=terminal)
         self._shells.append(shell)
         return shell
 
@@ -249,7 +256,7 @@ class RunnerBox:
         if shell in self._shells:
             self._shells.remove(shell)
 
-    async def snapshot(self) -> FileSnapshot:
+    async def snapshot(self) -> Snapshot:
         """Record what is on the box's disk. Costs what it takes to copy what changed since the last one."""
         limits, layers = self.spec.limits, self._process.layers
         async with self._turn:
@@ -345,6 +352,10 @@ class Meter:
         """Processes ended for want of memory since the start."""
         return self._group.oom_kills() - self._ooms if self._group else 0
 
+    def lost_to_memory(self) -> bool:
+        """Whether want of memory has ended a part of the box itself rather than a program."""
+        return False
+
     def usage(self, header: Mapping[str, Any], wall_s: float) -> ExecUsage:
         """Return what the exec used, from the cgroup and from the runner's report."""
         cpu_s = self.cpu_s()
@@ -390,6 +401,8 @@ class Watch:
             self.end("output")
         elif self._meter.refused_pids() > REFUSED_FORKS:
             self.end("pids")
+        elif self._meter.lost_to_memory():
+            self.end("oom")
         else:
             self._timers["tick"] = self._loop.call_later(TICK_S, self._tick)
 
@@ -400,7 +413,7 @@ class Watch:
             self.reason = reason
             self._box.interrupt(self._number)
             self._timers["grace"] = self._loop.call_later(
-                GRACE_S if reason in ("wall", "cpu") else PATIENT_S, self._box.give_up
+                GRACE_S if reason in ("wall", "cpu", "oom") else PATIENT_S, self._box.give_up
             )
 
     def stop(self) -> None:

@@ -175,6 +175,19 @@ def _owner() -> str:
     return f"lehr-{_namespace()}-{os.getpid()}-{_start_of(os.getpid())}"
 
 
+def owner() -> str:
+    """Return the name by which what this process leaves behind is known as its own."""
+    return _owner()
+
+
+def orphaned(name: str) -> bool:
+    """Whether a name made of :func:`owner` belongs to a process of this PID namespace that has ended."""
+    if not name.startswith(f"lehr-{_namespace()}-"):
+        return False
+    pid, start = name.split("-")[2:4]
+    return _start_of(int(pid)) != start
+
+
 def sweep(places: Places) -> int:
     """Kill and remove groups whose owner no longer lives; return how many."""
     folders = {place.folder for place in places.controllers.values()}

@@ -23,6 +23,7 @@ class Answer:
 
     header: dict[str, Any]
     fds: tuple[int, ...] = ()
+    payload: bytes = b""
 
 
 class ChannelLost(SandboxError):

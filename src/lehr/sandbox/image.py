@@ -65,6 +65,23 @@ def _private() -> Iterator[Path]:
                 yield packages
 
 
+def covered() -> list[Path]:
+    """Return the folders below ``/usr`` that an empty one must cover."""
+    found: list[Path] = []
+    for folder in sorted(set(_private())):
+        below = folder.is_dir() and folder.is_relative_to("/usr") and folder != Path("/usr")
+        if below and not any(folder.is_relative_to(done) for done in found):
+            found.append(folder)
+    return found
+
+
+def etc() -> list[Path]:
+    """Return what of ``/etc`` a box may see."""
+    found = [Path("/etc", name) for name in ETC]
+    found += [path for pattern in ETC_GLOBS for path in sorted(Path("/etc").glob(pattern))]
+    return [path for path in found if path.exists()]
+
+
 @functools.cache
 def arguments() -> tuple[str, ...]:
     """Return the bubblewrap arguments that lay out the system, read-only."""
@@ -76,17 +93,10 @@ def arguments() -> tuple[str, ...]:
             out += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
             out += ["--ro-bind", str(path), str(path)]
-    covered: list[Path] = []
-    for folder in sorted(set(_private())):
-        below = folder.is_dir() and folder.is_relative_to("/usr") and folder != Path("/usr")
-        if below and not any(folder.is_relative_to(done) for done in covered):
-            covered.append(folder)
-            out += ["--size", "4096", "--tmpfs", str(folder), "--remount-ro", str(folder)]
-    etc = [Path("/etc", name) for name in ETC]
-    etc += [path for pattern in ETC_GLOBS for path in sorted(Path("/etc").glob(pattern))]
-    for path in etc:
-        if path.exists():
-            out += ["--ro-bind", os.path.realpath(path), str(path)]
+    for folder in covered():
+        out += ["--size", "4096", "--tmpfs", str(folder), "--remount-ro", str(folder)]
+    for path in etc():
+        out += ["--ro-bind", os.path.realpath(path), str(path)]
     for name in DEVICES:
         out += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):

@@ -128,7 +128,20 @@ def _known() -> bytes:
     return _compiled(rules)
 
 
+@functools.cache
+def in_user_space() -> bytes:
+    """Return the filter for a kernel in user space, whose own calls are the allow-list."""
+    sc = _library()
+    rules = _refusing(limited=False)
+    rules.add_rule(sc.ERRNO(errno.ENOSYS), "clone3")
+    return _compiled(rules)
+
+
 def _refused(limited: bool) -> bytes:
+    return _compiled(_refusing(limited))
+
+
+def _refusing(limited: bool) -> Any:
     sc = _library()
     refuse = sc.ERRNO(errno.EPERM)
     rules = sc.SyscallFilter(sc.ALLOW)
@@ -147,7 +160,7 @@ def _refused(limited: bool) -> bytes:
     for family in range(AF_INET + 1, AF_INET6):
         rules.add_rule(sc.ERRNO(errno.EAFNOSUPPORT), "socket", sc.Arg(0, sc.EQ, family))
     rules.add_rule(sc.ERRNO(errno.EAFNOSUPPORT), "socket", sc.Arg(0, sc.GT, AF_INET6))
-    return _compiled(rules)
+    return rules
 
 
 def _compiled(rules: Any) -> bytes:

@@ -171,7 +171,7 @@ class PipeShell:
         (stdout, cut), (stderr, cut_err) = (stream.take() for stream in self._streams)
         header = {} if self._status.done() else self._last_words()
         usage = meter.usage(header, wall)
-        if not self._status.done() and not header and not reason:
+        if not self._status.done() and not header and not reason and meter.oom_kills() == 0:
             return ExecResult("broken", None, stdout, stderr, cut or cut_err, None, usage, "the box ended")
         status = self._status.result() if self._status.done() else header.get("status", -9)
         signs = verdict.Signs(
@@ -200,6 +200,8 @@ class PipeShell:
                 return "wall"
             if cpu_s is not None and cpu_s > self._limits.cpu_s:
                 return "cpu"
+            if meter.lost_to_memory():
+                return "oom"
             if any(s.total > OUTPUT_FACTOR * self._limits.output_bytes for s in self._streams):
                 return "output"
 

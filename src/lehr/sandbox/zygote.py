@@ -68,11 +68,11 @@ OWN = 1000
 
 
 @functools.cache
-def inside_code(python: str) -> tuple[list[str], bytes]:
+def inside_code(python: str, more: tuple[str, ...] = ()) -> tuple[list[str], bytes]:
     """Return the path of a bare interpreter, and the modules, compiled once by the one that will run them."""
     parts = [(name, "") for name in INSIDE]
     folder = Path(__file__).with_name("inside")
-    parts += [(f"{INSIDE[-1]}.{name}", (folder / f"{name}.py").read_text()) for name in PARTS]
+    parts += [(f"{INSIDE[-1]}.{name}", (folder / f"{name}.py").read_text()) for name in (*PARTS, *more)]
     done = subprocess.run(
         [python, "-I", "-S", "-c", COMPILE],
         input=marshal.dumps(parts, 2),

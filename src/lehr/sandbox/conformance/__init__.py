@@ -14,6 +14,6 @@ from lehr.sandbox.conformance.resources import RESOURCES
 from lehr.sandbox.conformance.sessions import SESSIONS
 
 ALL = {**RESOURCES, **ESCAPE, **KERNEL, **NEIGHBOURS, **COLLECTING, **SESSIONS}
-CASES = {name: ALL[name] for name in sorted(ALL, key=lambda name: int(name[1:]))}
+CASES = {name: ALL[name] for name in sorted(ALL, key=lambda name: int(name[1:].partition("-")[0]))}
 
 __all__ = ["CASES", "NotHeld"]

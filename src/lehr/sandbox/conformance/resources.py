@@ -8,7 +8,7 @@ import secrets
 import time
 from pathlib import Path
 
-from lehr.sandbox.base import Boxes
+from lehr.sandbox.base import Boxes, ExecResult
 from lehr.sandbox.conformance.basis import MIB, Case, expect, expect_works, python, spec
 from lehr.sandbox.errors import Refused
 
@@ -16,9 +16,9 @@ LATE_S = 0.5
 
 
 async def s1_fork_bomb(boxes: Boxes) -> None:
-    """A fork bomb ends by ``pids``; the box works afterwards."""
+    """A fork bomb with memory enough ends by ``pids``; the box works afterwards."""
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    async with boxes.lease(spec()) as box:
+    async with boxes.lease(spec(memory_bytes=512 * MIB)) as box:
         result = await python(box, bomb)
         expect(result.verdict == "pids", "a fork bomb ends by the limit on processes", result)
         await expect_works(box, "a fork bomb")
@@ -73,30 +73,54 @@ async def s3_held_stdout(boxes: Boxes) -> None:
         expect(seconds < 3, "exec returns when the main program ends", seconds)
 
 
+HEAP = "a = []\nwhile True: a.append(b'x' * (1 << 20))"
+MAPPING = (
+    "import mmap\nm = mmap.mmap(-1, 1 << 30, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x8000)\n"
+    "for i in range(0, 1 << 30, 4096): m[i] = 1"
+)
+UNMAPPED = (
+    "import os\nkept = []\nwhile True:\n    kept.append(os.memfd_create('m'))\n"
+    "    os.write(kept[-1], b'x' * (1 << 20))"
+)
+BOMBS = {"the heap": HEAP, "a mapping": MAPPING, "memory files": UNMAPPED}
+
+
+def _names_memory(result: ExecResult, bomb: str) -> bool:
+    refused = bomb is UNMAPPED and result.stderr.endswith(b"not permitted\n")
+    return result.verdict == "oom" or refused
+
+
 async def s4_memory_bomb(boxes: Boxes) -> None:
     """Taking memory, on the heap or by populated mappings, ends by ``oom``; a neighbour feels nothing."""
-    heap = "a = []\nwhile True: a.append(b'x' * (1 << 20))"
-    mapping = (
-        "import mmap\nm = mmap.mmap(-1, 1 << 30, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x8000)\n"
-        "for i in range(0, 1 << 30, 4096): m[i] = 1"
-    )
-    unmapped = (
-        "import os\nkept = []\nwhile True:\n    kept.append(os.memfd_create('m'))\n"
-        "    os.write(kept[-1], b'x' * (1 << 20))"
-    )
     quiet = (
         "import time\na = bytearray(b'y' * (32 << 20))\ntime.sleep(1)\n"
         "print(len(a), all(b == 121 for b in a[::4096]))"
     )
     async with boxes.lease(spec(wall_s=30.0)) as box, boxes.lease(spec(wall_s=30.0)) as neighbour:
         other = asyncio.create_task(python(neighbour, quiet))
-        for what, bomb in (("the heap", heap), ("a mapping", mapping), ("memory files", unmapped)):
+        for what, bomb in BOMBS.items():
             result = await python(box, bomb)
-            named = result.verdict == "oom" or (bomb is unmapped and result.stderr.endswith(b"not permitted\n"))
-            expect(named, f"a bomb on {what} ends by memory", result)
+            expect(_names_memory(result, bomb), f"a bomb on {what} ends by memory", result)
         await expect_works(box, "a memory bomb")
         result = await other
         expect(result.stdout == b"33554432 True\n", "a neighbour of a memory bomb is unharmed", result)
+
+
+async def s41_memory_of_the_box(boxes: Boxes) -> None:
+    """A memory bomb is named though it ends the box itself; then the box says that it is broken."""
+    async with boxes.lease(spec(wall_s=30.0)) as neighbour:
+        for what, bomb in BOMBS.items():
+            async with boxes.lease(spec(wall_s=30.0)) as box:
+                result = await python(box, bomb)
+                expect(_names_memory(result, bomb), f"a bomb on {what} ends by memory", result)
+                expect(
+                    result.verdict != "oom" or result.exit_code not in (128, 137, 143), "by name alone", result
+                )
+                after = await python(box, "print('here')")
+                whole = after.verdict == "ok" and after.stdout == b"here\n"
+                expect(whole or after.verdict == "broken", "no bomb leaves a box that pretends", after)
+        result = await python(neighbour, "print('here')")
+        expect(result.stdout == b"here\n", "a neighbour of memory bombs is unharmed", result)
 
 
 FILL = """
@@ -126,25 +150,11 @@ async def s5_memory_file_systems(boxes: Boxes) -> None:
             expect(result.verdict == "disk", "a program that dies of a full disk is named", result)
 
 
-async def s6_disk_and_inodes(boxes: Boxes) -> None:
-    """/work is full at its bytes and at its files, and nothing else of the system can be written."""
-    limits = spec().limits
-    many = """
-import errno, os
-made = 0
-try:
-    while True:
-        open('f%d' % made, 'w').close()
-        made += 1
-except OSError as error: print(made, errno.errorcode[error.errno])
-"""
+async def s6_disk(boxes: Boxes) -> None:
+    """/work is full at its bytes, and nothing else of the system can be written."""
     async with boxes.lease(spec()) as box:
         result = await python(box, FILL + "print(*fill('.'))")
         expect(b"ENOSPC" in result.stdout or b"EFBIG" in result.stdout, "the disk is full at its limit", result)
-        await python(box, "import os; os.remove('fill')")
-        result = await python(box, many)
-        made, error = result.stdout.split()
-        expect(error == b"ENOSPC" and int(made) <= limits.inodes, "inodes end at their limit", result)
     elsewhere = """
 import os
 for folder in ('/', '/usr', '/etc', '/var', '/run', '/dev', '/proc', '/usr/lib', '/bin'):
@@ -154,6 +164,25 @@ for folder in ('/', '/usr', '/etc', '/var', '/run', '/dev', '/proc', '/usr/lib',
     async with boxes.lease(spec()) as box:
         result = await python(box, elsewhere)
         expect(result.verdict == "ok" and result.stdout == b"", "only the box's own disk is writable", result)
+
+
+async def s6_inodes(boxes: Boxes) -> None:
+    """/work is full at its number of files."""
+    many = """
+import errno, os
+made = 0
+try:
+    while True:
+        open('f%d' % made, 'w').close()
+        made += 1
+except OSError as error: print(made, errno.errorcode[error.errno])
+"""
+    limits = spec().limits
+    async with boxes.lease(spec()) as box:
+        result = await python(box, many)
+        made, _, error = result.stdout.partition(b" ")
+        held = error == b"ENOSPC\n" and int(made) <= limits.inodes
+        expect(held, "inodes end at their limit", result)
 
 
 async def s7_sparse_result(boxes: Boxes) -> None:
@@ -286,11 +315,13 @@ RESOURCES: dict[str, Case] = {
     "S3": s3_held_stdout,
     "S4": s4_memory_bomb,
     "S5": s5_memory_file_systems,
-    "S6": s6_disk_and_inodes,
+    "S6": s6_disk,
+    "S6-inodes": s6_inodes,
     "S7": s7_sparse_result,
     "S8": s8_endless_output,
     "S9": s9_flooded_stderr,
     "S10": s10_endless_time,
     "S11": s11_short_children,
     "S12": s12_broken_box,
+    "S41": s41_memory_of_the_box,
 }

@@ -6,11 +6,20 @@ import errno
 import os
 import stat
 
-OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+WALK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 OPEN_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 DEPTH = 128
 NAMES_BYTES = 1 << 20
 CHUNK = 1 << 16
+
+
+def enter(name: str, here: int | None = None) -> int:
+    """Open a folder to look names up in. Not by ``O_DIRECTORY``, which makes gVisor follow a last link."""
+    there = os.open(name, WALK, dir_fd=here)
+    if not stat.S_ISDIR(os.fstat(there).st_mode):
+        os.close(there)
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return there
 
 
 def folder(path: str, create: bool = False) -> tuple[int, str]:
@@ -18,12 +27,12 @@ def folder(path: str, create: bool = False) -> tuple[int, str]:
     parts = [part for part in os.path.normpath(os.path.join("/work", path)).split("/") if part]
     if len(parts) > DEPTH:
         raise OSError(errno.ENAMETOOLONG, f"deeper than {DEPTH} folders")
-    here = os.open("/", OPEN_DIR)
+    here = enter("/")
     for part in parts[:-1]:
         try:
             if create:
                 _make(part, here)
-            there = os.open(part, OPEN_DIR, dir_fd=here)
+            there = enter(part, here)
         finally:
             os.close(here)
         here = there
@@ -84,7 +93,11 @@ def pack_tree(path: str, pack: int, limit_files: int, limit_bytes: int) -> list[
         inner = todo.pop()
         parent, name = folder(os.path.join(path, inner))
         try:
-            here = os.open(name, OPEN_DIR, dir_fd=parent)
+            there = enter(name, parent)
+            try:
+                here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=there)
+            finally:
+                os.close(there)
         except OSError:
             if not inner:
                 raise

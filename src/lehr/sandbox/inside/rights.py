@@ -197,13 +197,17 @@ def drop(filters: list[str], *, apart: bool) -> None:
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "set no_new_privs")
     restrict_files()
     for text in filters:
-        program = bytes.fromhex(text)
-        code = ctypes.create_string_buffer(program, len(program))
-        header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-        check(LIBC.prctl(PR_SET_SECCOMP, 2, header, 0, 0), "install the system call filter")
+        install(bytes.fromhex(text))
     if apart:  # files are the candidate's, whoever makes them
         LIBC.setfsgid(CANDIDATE)
         LIBC.setfsuid(CANDIDATE)
+
+
+def install(program: bytes) -> None:
+    """Install a system call filter on this process and all that it starts."""
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    check(LIBC.prctl(PR_SET_SECCOMP, 2, header, 0, 0), "install the system call filter")
 
 
 def restrict_files() -> None:

@@ -1,0 +1,158 @@
+"""A box on gVisor, and its recorded state: memory, processes and disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lehr.sandbox import collect
+from lehr.sandbox.base import ExecResult, ExecUsage, Snapshot, Spec
+from lehr.sandbox.box import Maker, Meter, RunnerBox
+from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.gvisor.sandbox import Sandbox
+from lehr.sandbox.gvisor.stream import StreamChannel
+from lehr.sandbox.shell import PipeShell
+
+UNUSED_RLIMITS = ("RTPRIO", "NICE", "MSGQUEUE", "AS", "CPU")
+"""gVisor refuses to set the first three, and counts the time that a program waits for a processor as its own.
+Address space is no measure of memory; the runner measures."""
+
+
+class MemorySnapshot:
+    """A recorded box: a folder on disk. Life cycle: made by ``box.snapshot()``, ended by :meth:`discard`."""
+
+    kind: Literal["memory"] = "memory"
+
+    def __init__(self, spec: Spec, image: Path) -> None:
+        self.id = f"snapshot-{secrets.token_hex(6)}"
+        self.spec = spec
+        self.image = image
+
+    async def discard(self) -> None:
+        """Free the disk that it holds. Idempotent."""
+        await asyncio.to_thread(shutil.rmtree, self.image, ignore_errors=True)
+
+
+class Recorder(Maker, Protocol):
+    """What records a box for it."""
+
+    async def record(self, sandbox: Sandbox, channel: StreamChannel) -> Path:
+        """Record a sandbox whose runner is held, and have it go on."""
+        ...
+
+
+class OuterMeter(Meter):
+    """What a box used, by the group around gVisor. Its limits say nothing about single programs."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether a cgroup holds the limits of programs."""
+        return False
+
+    def lost_to_memory(self) -> bool:
+        """Whether the kernel has ended a part of gVisor."""
+        return self.oom_kills() > 0
+
+    def refused_pids(self) -> int:
+        """Forks that were refused to gVisor, not to a program."""
+        return 0
+
+    def usage(self, header: Mapping[str, Any], wall_s: float) -> ExecUsage:
+        """Return what the exec used: memory and processes as gVisor counts them, time as the host does."""
+        usage = super().usage(header, wall_s)
+        peaks = {"peak_bytes": header.get("peak_bytes", 0), "peak_pids": header.get("peak_pids", 0)}
+        told_apart = {} if self.cpu_s() is None else {"user_s": 0.0, "system_s": 0.0}
+        return dataclasses.replace(usage, **peaks, **told_apart)
+
+
+class GvisorBox(RunnerBox):
+    """Life cycle as any box's. Each box has a sandbox, a folder of state and a control group of its own."""
+
+    def __init__(self, spec: Spec, sandbox: Sandbox, channel: StreamChannel, maker: Recorder) -> None:
+        super().__init__(spec, sandbox, channel, maker)
+        self._recorder = maker
+
+    @property
+    def limited(self) -> bool:
+        """Programs are held to their limits by gVisor's rlimits and the runner, the whole by a cgroup."""
+        return False
+
+    @property
+    def nice(self) -> int:
+        """GVisor's scheduler is the host's."""
+        return 0
+
+    def meter(self) -> Meter:
+        """Start to count what the next program uses."""
+        return OuterMeter(self._process)
+
+    def rlimits(self) -> dict[str, tuple[int, int]]:
+        """Return the limits of each single process, as far as gVisor has them."""
+        return {name: value for name, value in super().rlimits().items() if name not in UNUSED_RLIMITS}
+
+    async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
+        """Return a regular file's content; see the protocol."""
+        async with self._turn:
+            answer = await self._ask({"op": "open", "path": path, "limit_bytes": limit_bytes}, path)
+        facts = answer.header.get("facts")
+        if not facts or len(facts) != 3 or not all(isinstance(fact, int) for fact in facts):
+            raise SandboxError(f"the box did not say what {path} is")
+        return collect.judge(
+            answer.payload, path, limit_bytes, regular=bool(facts[0]), names=facts[1], size=facts[2]
+        )
+
+    async def tree(
+        self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
+    ) -> Mapping[str, bytes | None]:
+        """Return every regular file below ``path`` and each folder; see the protocol."""
+        request = {"op": "tree", "path": path, "limit_files": limit_files, "limit_bytes": limit_bytes}
+        async with self._turn:
+            answer = await self._ask(request, path)
+        return collect.cut(answer.payload, answer.header.get("entries", ()), limit_files)
+
+    async def shell(self, *, terminal: bool = False) -> PipeShell:
+        """Start a persistent shell in the working folder. No terminal of the host's can be lent to gVisor."""
+        if terminal:
+            raise SandboxError(
+                "a box on gVisor has no shell on a terminal", expected="a plain shell, or the backend bwrap"
+            )
+        return await super().shell()
+
+    async def snapshot(self) -> Snapshot:
+        """Record the box with everything that runs in it; shells go on after."""
+        work = self._loop.create_task(self._snapshot())
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await (await work).discard()
+            raise
+
+    async def _snapshot(self) -> MemorySnapshot:
+        sandbox, channel = self._process, self._channel
+        if not isinstance(sandbox, Sandbox) or not isinstance(channel, StreamChannel):
+            raise SandboxError("cannot record a box that is not gVisor's")
+        async with self._turn:
+            return MemorySnapshot(self.spec, await self._recorder.record(sandbox, channel))
+
+    def interrupt(self, number: int, *, children: bool = False) -> None:
+        """Ask the runner to end an exec; end the box if the kernel has ended a part of it, as it may hang."""
+        group = self._process.group
+        if group and group.oom_kills():
+            self.give_up()
+        else:
+            super().interrupt(number, children=children)
+
+    def _result(
+        self, header: dict[str, Any], reason: str, meter: Meter, wall: float, wall_s: float,
+        output: tuple[bytes, bytes], truncated: bool, program: str,
+    ) -> ExecResult:  # fmt: skip
+        if meter.oom_kills() and not self.broken:
+            self.give_up()  # what is left of it cannot be relied on
+        return super()._result(header, reason, meter, wall, wall_s, output, truncated, program)
