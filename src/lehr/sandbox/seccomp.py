@@ -14,6 +14,7 @@ import ctypes.util
 import errno
 import functools
 import os
+import stat
 from typing import Any
 
 from lehr.core.errors import MissingDependency
@@ -130,10 +131,17 @@ def _known() -> bytes:
 
 @functools.cache
 def in_user_space() -> bytes:
-    """Return the filter for a kernel in user space, whose own calls are the allow-list."""
+    """Return the filter for a kernel in user space, whose own calls are the allow-list.
+
+    gVisor lets everybody make device nodes, of its own devices.
+    """
     sc = _library()
     rules = _refusing(limited=False)
     rules.add_rule(sc.ERRNO(errno.ENOSYS), "clone3")
+    for call, position in (("mknod", 1), ("mknodat", 2)):
+        for kind in (stat.S_IFCHR, stat.S_IFBLK):
+            device = sc.Arg(position, sc.MASKED_EQ, stat.S_IFMT(0xFFFF), kind)
+            rules.add_rule(sc.ERRNO(errno.EPERM), call, device)
     return _compiled(rules)
 
 

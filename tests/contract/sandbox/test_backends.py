@@ -202,6 +202,7 @@ def test_s30_stubborn_trees(hold: Callable[[str], None]) -> None:
     hold("S30")
 
 
+@pytest.mark.timeout(300)
 def test_s36_zombies(hold: Callable[[str], None]) -> None:
     hold("S36")
 

@@ -18,5 +18,13 @@ INAPPLICABLE: Mapping[str, str] = {
     "S17-convention": (
         "gVisor on ptrace reads a 32-bit call as the call of that number of its own, under the same filter"
     ),
+    "S19": (
+        "gVisor's /proc shows environment, maps and descriptor numbers of process 1 to all, which hold no "
+        "secret; tracing it, its memory and opening its descriptors are refused (S17, unit tests)"
+    ),
+    "S24": (
+        "niceness and oom_score_adj are numbers of gVisor's own, which the host's scheduler never sees; "
+        "CPU time is limited by the host's count, not by an rlimit"
+    ),
 }
 """Cases of the conformance suite that boxes on gVisor do not hold, and why."""

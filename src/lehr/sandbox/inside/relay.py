@@ -26,7 +26,7 @@ from lehr.sandbox.inside.zygote import preload
 INPUTS, STATUSES = (0, 3), 4
 MOST_CHUNKS = 32
 PR_SET_KEEPCAPS = 8
-FOREIGN_DEVICES = ("fuse", "net")
+FOREIGN_DEVICES = ("fuse", "net", "tty")
 
 
 class Pipes(Wire):
