@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from lehr.core.registry import Registry
 
@@ -111,6 +111,26 @@ class Shell(Protocol):
         ...
 
 
+S = TypeVar("S", bound=Shell, covariant=True)
+
+
+class Opening(Generic[S]):
+    """A shell that is about to start: ``await`` it, or ``async with`` it, which closes it at the end."""
+
+    def __init__(self, starting: Coroutine[Any, Any, S]) -> None:
+        self._starting = starting
+
+    def __await__(self) -> Generator[Any, Any, S]:
+        return self._starting.__await__()
+
+    async def __aenter__(self) -> S:
+        self._shell = await self._starting
+        return self._shell
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._shell.close()
+
+
 class Snapshot(Protocol):
     """The recorded state of a box. It outlives the box and holds memory or disk until it is discarded.
 
@@ -180,7 +200,7 @@ class Box(Protocol):
         """Return every regular file below ``path`` with its content, and each folder with None."""
         ...
 
-    async def shell(self, *, terminal: bool = False) -> Shell:
+    def shell(self, *, terminal: bool = False) -> Opening[Shell]:
         """Start a persistent shell in the working folder, with pipes or on a terminal (80 by 24)."""
         ...
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lehr.sandbox import collect, image, verdict
-from lehr.sandbox.base import ExecResult, ExecUsage, Snapshot, Spec
+from lehr.sandbox.base import ExecResult, ExecUsage, Opening, Snapshot, Spec
 from lehr.sandbox.channel import Answer, Channel, ChannelLost
 from lehr.sandbox.errors import Refused, SandboxError
 from lehr.sandbox.launch import Process
@@ -245,8 +245,11 @@ class RunnerBox:
             raise Refused(f"cannot {request['op']} {path} in the box: {answer.header['error']}")
         return answer
 
-    async def shell(self, *, terminal: bool = False) -> PipeShell:
+    def shell(self, *, terminal: bool = False) -> Opening[PipeShell]:
         """Start a persistent shell in the working folder."""
+        return Opening(self._start_shell(terminal))
+
+    async def _start_shell(self, terminal: bool) -> PipeShell:
         shell = await PipeShell.start(self, self._channel, self.spec.limits, self.meter, terminal=terminal)
         self._shells.append(shell)
         return shell

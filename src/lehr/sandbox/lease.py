@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lehr.core.protocols import Recorder
-from lehr.sandbox.base import Box, ExecResult, Shell, Snapshot
+from lehr.sandbox.base import Box, ExecResult, Opening, Shell, Snapshot
 from lehr.sandbox.errors import SandboxError
 
 TOLD = 200
@@ -165,8 +165,11 @@ class LeasedBox:
         async with self._call() as box:
             return await box.tree(path, limit_files=limit_files, limit_bytes=limit_bytes)
 
-    async def shell(self, *, terminal: bool = False) -> Shell:
+    def shell(self, *, terminal: bool = False) -> Opening[LeasedShell]:
         """Start a persistent shell in the working folder."""
+        return Opening(self._start_shell(terminal))
+
+    async def _start_shell(self, terminal: bool) -> LeasedShell:
         return LeasedShell(await self._live().shell(terminal=terminal), self)
 
     async def snapshot(self) -> Snapshot:

@@ -209,6 +209,15 @@ print(open("/proc/self/status").read().split("Seccomp_filters:")[1].split()[0])
     in_box(use)
 
 
+def test_a_shell_that_is_entered_is_closed_at_the_end() -> None:
+    async def use(box: RunnerBox) -> None:
+        async with box.shell() as shell:
+            assert (await shell.run("echo in")).stdout == b"in\n"
+        assert (await shell.run("true")).verdict == "broken"
+
+    in_box(use)
+
+
 def test_a_shell_on_a_terminal_is_typed_into() -> None:
     async def use(box: RunnerBox) -> None:
         shell = await box.shell(terminal=True)

@@ -9,7 +9,7 @@ import pytest
 
 from lehr.core.errors import DeadlineExceeded, HostUnfit
 from lehr.core.protocols import ListRecorder
-from lehr.sandbox.base import Box, ExecResult, ExecUsage, Limits, Shell, Snapshot, Spec
+from lehr.sandbox.base import Box, ExecResult, ExecUsage, Limits, Opening, Shell, Snapshot, Spec
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.lease import LeasedBox
 from lehr.sandbox.pool import Pool
@@ -63,8 +63,11 @@ class FakeBox:
     ) -> Mapping[str, bytes | None]:
         return {}
 
-    async def shell(self, *, terminal: bool = False) -> Shell:
-        return FakeShell()
+    def shell(self, *, terminal: bool = False) -> Opening[Shell]:
+        async def start() -> Shell:
+            return FakeShell()
+
+        return Opening(start())
 
     async def destroy(self) -> None:
         await asyncio.sleep(self.backend.destroy_s)

@@ -116,13 +116,13 @@ class GvisorBox(RunnerBox):
             answer = await self._ask(request, path)
         return collect.cut(answer.payload, answer.header.get("entries", ()), limit_files)
 
-    async def shell(self, *, terminal: bool = False) -> PipeShell:
-        """Start a persistent shell in the working folder. No terminal of the host's can be lent to gVisor."""
+    async def _start_shell(self, terminal: bool) -> PipeShell:
+        """No terminal of the host's can be lent to gVisor."""
         if terminal:
             raise SandboxError(
                 "a box on gVisor has no shell on a terminal", expected="a plain shell, or the backend bwrap"
             )
-        return await super().shell()
+        return await super()._start_shell(terminal)
 
     async def snapshot(self) -> Snapshot:
         """Record the box with everything that runs in it; shells go on after."""
