@@ -82,6 +82,7 @@ NUMBERED = (457, 458, 467)
 NAMESPACE_FLAGS = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+PRIO_USER = 2
 
 
 def version() -> str:
@@ -165,6 +166,9 @@ def _refusing(limited: bool) -> Any:
         rules.add_rule(refuse, "ioctl", sc.Arg(1, sc.MASKED_EQ, 0xFFFFFFFF, request))
     rules.add_rule(refuse, "personality", sc.Arg(0, sc.NE, 0))
     rules.add_rule(refuse, "prlimit64", sc.Arg(0, sc.NE, 0))
+    for call, who in (("setpriority", 1), ("sched_setaffinity", 0)):  # process 1 may be of the same user
+        rules.add_rule(refuse, call, sc.Arg(who, sc.MASKED_EQ, 0xFFFFFFFF, 1))
+    rules.add_rule(refuse, "setpriority", sc.Arg(0, sc.MASKED_EQ, 0xFFFFFFFF, PRIO_USER))
     for family in range(AF_INET + 1, AF_INET6):
         rules.add_rule(sc.ERRNO(errno.EAFNOSUPPORT), "socket", sc.Arg(0, sc.EQ, family))
     rules.add_rule(sc.ERRNO(errno.EAFNOSUPPORT), "socket", sc.Arg(0, sc.GT, AF_INET6))

@@ -101,7 +101,7 @@ print(json.dumps({name: sorted(words) for name, words in seen.items()}))
 
 
 async def s19_tracing(boxes: Boxes) -> None:
-    """Process 1 cannot be traced, read, written or robbed of a descriptor; nor can another program."""
+    """Process 1 cannot be traced, read, written, slowed or robbed of a descriptor; nor can another program."""
     code = (
         TRIED
         + """
