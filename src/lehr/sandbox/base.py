@@ -47,7 +47,8 @@ class Spec:
     """What boxes may be exchanged for each other: the key of the pool. Files, environment and secrets
     are not part of it; they follow the lease.
 
-    image: ``host`` is the allow-listed, read-only system folders of this machine.
+    image: ``host`` is the allow-listed, read-only system folders of this machine; ``/a/root/folder``,
+    ``oci:/an/archive.tar`` and ``docker:/an/archive.tar`` are systems of their own, with a python3 in them.
     network: ``none`` is the only kind that needs no proxy.
     """
 

@@ -15,7 +15,7 @@ import shutil
 import socket
 
 from lehr.core.errors import HostUnfit, MissingDependency
-from lehr.sandbox import cgroup, host, image, seccomp
+from lehr.sandbox import cgroup, host, roots, seccomp
 from lehr.sandbox.base import BACKENDS, Snapshot, Spec
 from lehr.sandbox.box import FileSnapshot, RunnerBox
 from lehr.sandbox.channel import Channel, ChannelLost
@@ -37,7 +37,7 @@ class BwrapBackend:
     def __init__(self, *, limited: bool | None = None) -> None:
         self._limited = limited
         self._boxes: set[RunnerBox] = set()
-        self._zygote: Zygote | None = None
+        self._zygotes: dict[str, Zygote] = {}
         self._hatching = asyncio.Lock()
         self._closed = False
 
@@ -65,18 +65,9 @@ class BwrapBackend:
             raise MissingDependency(
                 "bubblewrap (bwrap) is not installed", hint="Install it: `apt-get install bubblewrap`"
             )
-        python = image.system_python()
-        if python is None:
-            raise MissingDependency(
-                "no python3 in the system folders that a box may see",
-                expected="/usr/bin/python3",
-                hint="Install it: `apt-get install python3`",
-            )
-        if spec.image != "host":
-            raise HostUnfit(f"the bwrap backend has no image {spec.image!r}", expected="image 'host'")
         base = self._base(spec, snapshot)
         places = self._places()
-        zygote = base.zygote if base else await self._hatch(program, python)
+        zygote = base.zygote if base else await self._hatch(program, spec.image)
         group = make_group(places, spec) if places else None
         try:
             process, channel = await self._fork(zygote, spec, group, base)
@@ -108,20 +99,24 @@ class BwrapBackend:
             raise SandboxError(
                 f"{snapshot.id} was taken of a box of another spec", expected=f"a box of {snapshot.spec}"
             )
+        if snapshot.layers.zygote.lost:
+            raise SandboxError(f"{snapshot.id} is gone: the process that held it has ended")
         return snapshot.layers
 
-    async def _hatch(self, program: str, python: str) -> Zygote:
-        """Return the zygote, started if there is none that lives."""
+    async def _hatch(self, program: str, name: str) -> Zygote:
+        """Return the image's zygote, started if there is none that lives."""
         async with self._hatching:
             allow_descriptors()
             if self._closed:
                 raise SandboxError("the backend is closed")
-            if self._zygote is None or self._zygote.lost:
-                if self._zygote is not None:
-                    await self._zygote.close()
+            zygote = self._zygotes.get(name)
+            if zygote is None or zygote.lost:
+                if zygote is not None:
+                    await zygote.close()
+                system = await asyncio.to_thread(roots.find, name)
                 filters = [seccomp.programs(limited=limited) for limited in (True, False)]
-                self._zygote = await Zygote.start(program, python, filters)
-            return self._zygote
+                self._zygotes[name] = zygote = await Zygote.start(program, system, filters)
+            return zygote
 
     async def _fork(
         self, zygote: Zygote, spec: Spec, group: cgroup.Group | None, base: Layers | None
@@ -165,8 +160,8 @@ class BwrapBackend:
         self._closed = True
         await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
         async with self._hatching:
-            if self._zygote is not None:
-                await self._zygote.close()
+            for zygote in self._zygotes.values():
+                await zygote.close()
 
 
 @functools.cache

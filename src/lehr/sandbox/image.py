@@ -84,9 +84,8 @@ def etc() -> list[Path]:
 
 @functools.cache
 def arguments() -> tuple[str, ...]:
-    """Return the bubblewrap arguments that lay out the system, read-only."""
-    out: list[str] = [*(part for name in ("/dev", "/etc") for part in ("--perms", "0755", "--dir", name))]
-    out += ["--ro-bind", "/usr", "/usr"]
+    """Return the bubblewrap arguments that lay out this host's system, read-only."""
+    out: list[str] = ["--perms", "0755", "--dir", "/etc", "--ro-bind", "/usr", "/usr"]
     for name in ROOT_LINKS:
         path = Path("/", name)
         if path.is_symlink():
@@ -97,17 +96,19 @@ def arguments() -> tuple[str, ...]:
         out += ["--size", "4096", "--tmpfs", str(folder), "--remount-ro", str(folder)]
     for path in etc():
         out += ["--ro-bind", os.path.realpath(path), str(path)]
+    return (*out, "--dir", "/var", "--symlink", "../tmp", "/var/tmp", *furniture())
+
+
+def furniture() -> tuple[str, ...]:
+    """Return the bubblewrap arguments of what every image has beside its system."""
+    out = ["--perms", "0755", "--dir", "/dev"]
     for name in DEVICES:
         out += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         out += ["--symlink", target, f"/dev/{name}"]
     out += ["--proc", "/proc"]
-    for name in MASKED_PROC:
-        if Path("/proc", name).exists():
-            out += ["--ro-bind", "/dev/null", f"/proc/{name}"]
-    for folder in ("/work", "/tmp", "/dev/shm", "/run", "/var"):
+    for folder in ("/work", "/tmp", "/dev/shm", "/run"):
         out += ["--dir", folder]
-    out += ["--symlink", "../tmp", "/var/tmp"]
     return tuple(out)
 
 

@@ -22,6 +22,7 @@ from lehr.sandbox.channel import Channel, ChannelLost
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.host import unfit
 from lehr.sandbox.launch import Server
+from lehr.sandbox.roots import Image
 from lehr.sandbox.users import Users, choose_users
 
 BOOT = """
@@ -34,7 +35,7 @@ for name, code in marshal.loads(control.recv(size, socket.MSG_WAITALL)):
     parent, _, child = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], child, module)
-    exec(code, module.__dict__)
+    exec(compile(code, name, "exec") if isinstance(code, str) else code, module.__dict__)
 inside = sys.modules["lehr.sandbox.inside"]
 inside.script.run(inside.runner.serve(inside.zygote.Zygote(control).serve()))
 """
@@ -90,6 +91,14 @@ def inside_code(python: str, more: tuple[str, ...] = ()) -> tuple[list[str], byt
     return path, code
 
 
+def inside_source() -> bytes:
+    """Return the modules as source, for an interpreter that is not this host's."""
+    folder = Path(__file__).with_name("inside")
+    parts = [(name, "") for name in INSIDE]
+    parts += [(f"{INSIDE[-1]}.{name}", (folder / f"{name}.py").read_text()) for name in PARTS]
+    return marshal.dumps(parts, 2)
+
+
 class Zygote:
     """Life cycle: :meth:`start`, :meth:`fork` for each box, :meth:`close`. Its end is the end of its boxes.
 
@@ -106,10 +115,10 @@ class Zygote:
         self._uses: dict[int, int] = {}
 
     @classmethod
-    async def start(cls, program: str, python: str, filters: Sequence[Sequence[bytes]]) -> Zygote:
+    async def start(cls, program: str, system: Image, filters: Sequence[Sequence[bytes]]) -> Zygote:
         """Lay the image out and load the interpreter. Raises ``HostUnfit`` with what bubblewrap said."""
         users, loop = choose_users(), asyncio.get_running_loop()
-        plain_path, code = inside_code(python)
+        plain_path, code = inside_code(system.python) if system.own else ([], inside_source())
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as opened:
             opened.callback(theirs.close)
@@ -128,8 +137,8 @@ class Zygote:
             argv += ["--die-with-parent", "--as-pid-1", "--clearenv"]
             argv += [word for item in image.ENVIRONMENT.items() for word in ("--setenv", *item)]
             argv += [word for right in RIGHTS for word in ("--cap-add", f"CAP_{right}")]
-            argv += [*image.arguments(), *files, "--remount-ro", "/"]
-            argv += ["--", python, "-c", BOOT, str(theirs.fileno())]
+            argv += [*system.arguments, *(files if system.own else ()), "--remount-ro", "/"]
+            argv += ["--", system.python, "-c", BOOT, str(theirs.fileno())]
             try:
                 server = Server(argv, [*fds, info_write, theirs.fileno()], users.other)
             except OSError as error:
@@ -137,6 +146,7 @@ class Zygote:
                 raise HostUnfit(f"cannot start bubblewrap: {error.strerror}") from error
             finally:
                 os.close(info_write)
+            theirs.close()  # so that the other end's is noticed
             channel = Channel(loop, ours)
             zygote = cls(server, channel, users)
             try:

@@ -43,6 +43,7 @@ def sandbox() -> None:
 @click.option("--disk", default="64M", show_default=True, help="What it may write.")
 @click.option("--pids", default=64, show_default=True, type=click.IntRange(1), help="Processes at once.")
 @click.option("--output", default="1M", show_default=True, help="Output that is kept.")
+@click.option("--image", default="host", show_default=True, help="A root folder, oci:TAR or docker:TAR.")
 @click.option("-i", "--stdin", "feed", is_flag=True, help="Pass on standard input, read to its end first.")
 @click.option("--backend", default="bwrap", show_default=True, help="How the box is made.")
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND…")
@@ -52,6 +53,7 @@ def run(
     disk: str,
     pids: int,
     output: str,
+    image: str,
     feed: bool,
     backend: str,
     argv: tuple[str, ...],
@@ -69,7 +71,7 @@ def run(
         cpu_s=timeout,
     )
     stdin = sys.stdin.buffer.read() if feed else b""
-    result = asyncio.run(_run(backend, Spec(limits=limits), argv, stdin))
+    result = asyncio.run(_run(backend, Spec(_place(image), limits), argv, stdin))
     sys.stdout.buffer.write(result.stdout)
     sys.stdout.flush()
     sys.stderr.buffer.write(result.stderr)
@@ -176,6 +178,12 @@ def _call(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         "MiB": round(fields.get("peak_bytes", 0) / mib, 1),
         "read, written KiB": f"{fields.get('read_bytes', 0) >> 10}, {fields.get('written_bytes', 0) >> 10}",
     }
+
+
+def _place(image: str) -> str:
+    """Make a relative path of an image absolute."""
+    kind, colon, path = image.rpartition(":")
+    return f"{kind}{colon}{Path(path).resolve()}" if colon or "/" in path else image
 
 
 def _size(option: str, text: str) -> int:

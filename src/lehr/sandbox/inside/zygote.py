@@ -82,6 +82,9 @@ class Zygote:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         preload()
+        config["plain_path"] = config["plain_path"] or [
+            entry for entry in sys.path if entry and not entry.endswith("-packages")
+        ]
         self.wire.send({"id": 0, "modules": len(sys.modules)})
         poll = select.poll()
         poll.register(self.wire.end, select.POLLIN)

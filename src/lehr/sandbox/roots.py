@@ -1,0 +1,172 @@
+"""Images other than the host's: a root folder, or an archive that is unpacked into one.
+
+``/a/folder`` is used as it is. ``oci:/an/archive.tar`` (what skopeo and buildah write as ``oci-archive``) and
+``docker:/an/archive.tar`` (what ``docker save`` writes) are unpacked once, under the digest of the archive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lehr.core.errors import HostUnfit, MissingDependency
+from lehr.sandbox import image
+from lehr.sandbox.launch import PATH
+
+HOST = "host"
+PYTHONS = ("usr/bin/python3", "usr/local/bin/python3")
+OWN = frozenset({"dev", "proc", "run", "sys", "tmp", "work"})
+"""What a box makes itself, whatever the image holds there."""
+KINDS = {"oci": "oci-archive", "docker": "docker-archive"}
+UNPACK_S = 600.0
+MOST_LINKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a box sees as its system.
+
+    python: the interpreter inside. arguments: what lays it out, for bubblewrap. own: whether the interpreter
+    is this host's, which can compile for it.
+    """
+
+    name: str
+    python: str
+    arguments: tuple[str, ...]
+    own: bool
+
+
+def find(name: str) -> Image:
+    """Return the image of a name. Raises ``MissingDependency`` or ``HostUnfit`` with the next step."""
+    if name == HOST:
+        python = image.system_python()
+        if python is None:
+            raise MissingDependency(
+                "no python3 in the system folders that a box may see",
+                expected="/usr/bin/python3",
+                hint="Install it: `apt-get install python3`",
+            )
+        return Image(name, python, image.arguments(), own=True)
+    kind, colon, path = name.partition(":")
+    if colon and kind in KINDS:
+        return of_folder(name, unpack(kind, Path(path)))
+    if name.startswith("/"):
+        return of_folder(name, Path(name))
+    raise HostUnfit(
+        f"there is no image {name!r}",
+        expected="host, /a/root/folder, oci:/an/archive.tar or docker:/an/archive.tar",
+    )
+
+
+def of_folder(name: str, root: Path) -> Image:
+    """Return the image of a root folder: all of it read-only, but for what a box makes itself."""
+    if not root.is_dir():
+        raise HostUnfit(f"the image {name} is no folder", expected="a folder with usr, bin and so on in it")
+    if root.resolve() in (Path("/"), Path.home().resolve(), Path.cwd().resolve()):
+        raise HostUnfit(f"{root} cannot be an image: boxes would see all of it", expected="a folder of its own")
+    if closed := [str(path) for path in (root, *root.resolve().parents) if not _open_to_boxes(path)]:
+        raise HostUnfit(
+            f"boxes, which run as users of their own, cannot reach the image {name} through {closed[0]}",
+            expected="folders that everybody may pass",
+            hint=f"`chmod o+x {' '.join(closed)}`, or keep the image elsewhere",
+        )
+    python = next((f"/{path}" for path in PYTHONS if _resolves(root, path)), None)
+    if python is None:
+        raise HostUnfit(
+            f"the image {name} has no python3, which boxes need to run in",
+            expected="python3 of version 3.10 or later at /usr/bin or /usr/local/bin",
+            hint="Install python3 in the image",
+        )
+    out: list[str] = []
+    for entry in sorted(root.iterdir()):
+        if entry.name in OWN:
+            continue
+        if entry.is_symlink():
+            out += ["--symlink", os.readlink(entry), f"/{entry.name}"]
+        elif entry.is_dir():
+            out += ["--ro-bind", str(entry), f"/{entry.name}"]
+    return Image(name, python, (*out, *image.furniture()), own=False)
+
+
+def _open_to_boxes(path: Path) -> bool:
+    return os.geteuid() != 0 or bool(path.stat().st_mode & 0o001)
+
+
+def _resolves(root: Path, path: str) -> bool:
+    """Whether a path leads to a file without leaving ``root``, as seen from within."""
+    here = path
+    for _ in range(MOST_LINKS):
+        whole = root / here
+        parent = whole.parent.resolve()
+        if not parent.is_relative_to(root.resolve()):
+            return False
+        if not whole.is_symlink():
+            return whole.is_file() and os.access(whole, os.X_OK)
+        target = os.readlink(whole)
+        joined = target.lstrip("/") if target.startswith("/") else os.path.join(os.path.dirname(here), target)
+        here = os.path.normpath(joined)
+        if here.startswith(".."):
+            return False
+    return False
+
+
+def unpack(kind: str, archive: Path) -> Path:
+    """Return the root folder of an archive, unpacked unless that was done before."""
+    try:
+        with archive.open("rb") as handle:
+            digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    except OSError as error:
+        raise HostUnfit(f"cannot read the image {archive}: {error.strerror}", expected="an archive") from error
+    store = images_folder()
+    root = store / digest[:32] / "rootfs"
+    if root.is_dir():
+        return root
+    skopeo, umoci = (shutil.which(name, path=PATH) for name in ("skopeo", "umoci"))
+    if skopeo is None or umoci is None:
+        lacking = "skopeo" if skopeo is None else "umoci"
+        raise MissingDependency(
+            f"{lacking} is not installed, which unpacks images",
+            hint="Install both: `apt-get install skopeo umoci`",
+        )
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = "Set LEHR_HOME to a folder that you own."
+        raise HostUnfit(f"cannot write to {store}: {error.strerror}", hint=hint) from error
+    with tempfile.TemporaryDirectory(dir=store, prefix="unpacking-") as folder:
+        layout = f"{folder}/layout:image"
+        _do([skopeo, "--insecure-policy", "copy", "-q", f"{KINDS[kind]}:{archive}", f"oci:{layout}"], archive)
+        rootless = [] if os.geteuid() == 0 else ["--rootless"]
+        _do([umoci, "unpack", *rootless, "--image", layout, f"{folder}/bundle"], archive)
+        os.chmod(folder, 0o755)
+        os.chmod(f"{folder}/bundle", 0o755)
+        try:
+            os.rename(f"{folder}/bundle", store / digest[:32])
+        except OSError:  # another process was faster
+            if not root.is_dir():
+                raise
+    return root
+
+
+def images_folder() -> Path:
+    """Return where unpacked images are kept: ``images`` in ``$LEHR_HOME``, else in ``/var/lib/lehr`` for root,
+    whose home boxes cannot pass, and in ``~/.cache/lehr`` for others.
+    """
+    base = os.environ.get("LEHR_HOME")
+    usual = Path("/var/lib/lehr") if os.geteuid() == 0 else Path.home() / ".cache" / "lehr"
+    return (Path(base) if base else usual) / "images"
+
+
+def _do(command: list[str], archive: Path) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=UNPACK_S)
+    except subprocess.TimeoutExpired as error:
+        raise HostUnfit(f"unpacking {archive} took more than {UNPACK_S:g} s") from error
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip()[-300:]
+        raise HostUnfit(f"cannot unpack the image {archive}: {said}", expected="an OCI or docker archive")
