@@ -21,7 +21,8 @@ from lehr.sandbox.streams import Capture, Feeder
 if TYPE_CHECKING:
     from lehr.sandbox.zygote import Layers
 
-TICK_S = 0.05
+TICK_S = 0.02
+PROMPT_S = 0.025
 GRACE_S = 0.35
 PATIENT_S = 3.0
 NICE = 10
@@ -87,6 +88,8 @@ class RunnerBox:
             if self._process.group and self._released:
                 self._released = False
                 self._process.group.throttle(True)
+            if self._process.group:
+                self._process.group.hurry(True)
             meter = self.meter()
             number, answer = self._channel.expect()
             watch = Watch(self, number, meter, wall_s)
@@ -347,6 +350,11 @@ class Meter:
         now = self._group.cpu_s() if self._group else None
         return None if now is None or self._cpu_s is None else now - self._cpu_s
 
+    def slow_down(self) -> None:
+        """The program has computed for a while: it weighs no more than its neighbours from now on."""
+        if self._group:
+            self._group.hurry(False)
+
     def refused_pids(self) -> int:
         """Forks refused since the start."""
         return self._group.refused_pids() - self._refused if self._group else 0
@@ -398,6 +406,8 @@ class Watch:
     def _tick(self) -> None:
         limits = self._box.spec.limits
         cpu_s = self._meter.cpu_s()
+        if cpu_s is not None and cpu_s > PROMPT_S:
+            self._meter.slow_down()
         if cpu_s is not None and cpu_s > limits.cpu_s:
             self.end("cpu")
         elif any(c.total > OUTPUT_FACTOR * limits.output_bytes for c in self._captures):

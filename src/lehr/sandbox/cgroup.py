@@ -26,6 +26,9 @@ ALLOWANCE_BYTES = 8 << 20
 OWN_PIDS = 2
 """The runner, and room for one that is being reaped."""
 PERIOD_US = 100_000
+PATIENT = {1: 1 / 32, 2: 1 / 4}
+"""How much a program weighs that has computed for a while, beside one that has just begun, by the version of
+control groups. In version 1 boxes share a group that weighs as much as all cores, so that only they yield."""
 _numbers = itertools.count()
 
 
@@ -196,8 +199,9 @@ def sweep(places: Places) -> int:
         for orphan in folder.glob(f"lehr-{_namespace()}-*"):
             pid, start = orphan.name.split("-")[2:4]
             if _start_of(int(pid)) != start:
-                _kill_members(orphan)
-                removed += _remove(orphan)
+                for group in (*(path for path in orphan.iterdir() if path.is_dir()), orphan):
+                    _kill_members(group)
+                    removed += _remove(group)
     return removed
 
 
@@ -227,16 +231,28 @@ def _remove(folder: Path) -> bool:
 
 
 class Group:
-    """The control group of one box. Made before the box, removed after it."""
+    """The control group of one box. Made before the box, removed after it.
+
+    Where CPU time is weighed by version 1, all boxes of this process are in one group there, which weighs as
+    much as a thread per core: however many they are, the host and its engines keep their part.
+    """
 
     def __init__(self, places: Places, limits: Limits) -> None:
         name = f"{_owner()}-{next(_numbers)}"
+        self._hurried = True
         self._v1: dict[str, Path] = {}
         self._v2: dict[str, Path] = {}
+        cpu = places.controllers.get("cpu")
+        self._siblings = cpu.folder / f"{_owner()}-boxes" if cpu and cpu.version == 1 else None
         for controller, place in places.controllers.items():
-            (self._v1 if place.version == 1 else self._v2)[controller] = place.folder / name
+            nested = self._siblings is not None and cpu is not None and place.folder == cpu.folder
+            folder = self._siblings if nested and self._siblings else place.folder
+            (self._v1 if place.version == 1 else self._v2)[controller] = folder / name
         self.folders = list(dict.fromkeys([*self._v2.values(), *self._v1.values()]))
         try:
+            if self._siblings:
+                self._siblings.mkdir(exist_ok=True)
+                _write(self._siblings / "cpu.shares", 1024 * len(os.sched_getaffinity(0)))
             for folder in self.folders:
                 folder.mkdir()
             self._limit(limits)
@@ -262,13 +278,25 @@ class Group:
 
     def throttle(self, on: bool) -> None:
         """Hold the box to its share of CPU time, or let it go first so that it can be ended without delay."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             if v1 := self._v1.get("cpu"):
-                (v1 / "cpu.cfs_quota_us").write_text(str(self._quota if on else -1))
-                (v1 / "cpu.shares").write_text("1024" if on else "65536")
+                _write(v1 / "cpu.cfs_quota_us", self._quota if on else -1)
             if v2 := self._v2.get("cpu"):
-                (v2 / "cpu.max").write_text(f"{self._quota if on else 'max'} {PERIOD_US}")
-                (v2 / "cpu.weight").write_text("100" if on else "10000")
+                _write(v2 / "cpu.max", f"{self._quota if on else 'max'} {PERIOD_US}")
+        self._weigh(1.0 if on else 64.0)
+
+    def hurry(self, on: bool) -> None:
+        """Let what has just begun go before neighbours that compute for long, or weigh it as any of them."""
+        if on != self._hurried:
+            self._weigh(1.0 if on else PATIENT[1 if self._siblings else 2])
+
+    def _weigh(self, share: float) -> None:
+        self._hurried = share >= 1.0
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if v1 := self._v1.get("cpu"):
+                _write(v1 / "cpu.shares", int(1024 * share))
+            if v2 := self._v2.get("cpu"):
+                _write(v2 / "cpu.weight", min(10_000, int(100 * share)))
 
     @property
     def doors(self) -> list[str]:
@@ -333,7 +361,19 @@ class Group:
 
     def remove(self) -> bool:
         """Remove the folders. False if something still lives in one of them."""
-        return all([_remove(folder) for folder in self.folders])
+        removed = all([_remove(folder) for folder in self.folders])
+        if self._siblings:
+            with contextlib.suppress(OSError):  # others are in it
+                self._siblings.rmdir()
+        return removed
+
+
+def _write(path: Path, value: object) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, str(value).encode())
+    finally:
+        os.close(fd)
 
 
 def _read(path: Path) -> bytes:

@@ -37,6 +37,7 @@ TICK_S = 0.05
 GRACE_S = 0.3
 OUTPUT_FACTOR = 64
 SEND_S = 10.0
+PROMPT_S = 0.025
 ROWS, COLUMNS = 24, 80
 
 
@@ -198,6 +199,8 @@ class PipeShell:
             cpu_s = meter.cpu_s()
             if left <= TICK_S and self._loop.time() >= end:
                 return "wall"
+            if cpu_s is not None and cpu_s > PROMPT_S:
+                meter.slow_down()
             if cpu_s is not None and cpu_s > self._limits.cpu_s:
                 return "cpu"
             if meter.lost_to_memory():
