@@ -25,7 +25,8 @@ Verdict = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Hard limits of a box; times are per exec.
+    """Hard limits of a box. wall_s and cpu_s are per exec, session_s is the life of a shell, lease_s that of
+    the box, however often its lease is renewed. network_bytes is what may pass both ways in its life.
 
     disk_bytes and inodes bound everything writable (/work, /tmp and /dev/shm) together. output_bytes is per
     stream: head and tail are kept, the middle is drained and cut, and a program that writes more than 64
@@ -40,6 +41,9 @@ class Limits:
     wall_s: float = 10.0
     cpu_s: float = 10.0
     output_bytes: int = 1 << 20
+    network_bytes: int = 256 << 20
+    session_s: float = 3600.0
+    lease_s: float = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,13 @@ class Spec:
 
     image: ``host`` is the allow-listed, read-only system folders of this machine; ``/a/root/folder``,
     ``oci:/an/archive.tar`` and ``docker:/an/archive.tar`` are systems of their own, with a python3 in them.
-    network: ``none`` is the only kind that needs no proxy.
+    allow_hosts: what it may reach, through a proxy: ``example.org``, ``*.example.org:8443``. A box without has
+    no network but its own loopback.
     """
 
     image: str = "host"
     limits: Limits = field(default_factory=Limits)
-    network: Literal["none"] = "none"
+    allow_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +81,25 @@ class ExecUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class Connection:
+    """One attempt to reach a host. refused: why it failed, or empty. Bytes are as the box saw them."""
+
+    host: str
+    port: int
+    refused: str
+    sent_bytes: int
+    received_bytes: int
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExecResult:
     """Outcome of one exec. ``exit_code`` is None unless the program ended by itself.
 
     stdout and stderr are bytes with the middle cut out beyond the limit; then ``truncated`` is True.
-    ``detail`` is a sentence for a person where the verdict is not ``ok``.
+    ``detail`` is a sentence for a person where the verdict is not ``ok``. denied: names of the system calls
+    that the filter refused meanwhile, where the backend is told of them. connections: attempts to reach
+    allowed and other hosts that ended meanwhile.
     """
 
     verdict: Verdict
@@ -91,6 +110,8 @@ class ExecResult:
     signal: int | None = None
     usage: ExecUsage = field(default_factory=ExecUsage)
     detail: str = ""
+    denied: tuple[str, ...] = ()
+    connections: tuple[Connection, ...] = ()
 
 
 class Shell(Protocol):
@@ -155,6 +176,11 @@ class Snapshot(Protocol):
         """What it recorded."""
         ...
 
+    @property
+    def on_restore(self) -> Sequence[str]:
+        """A program that runs first in each box that is restored from it, or nothing."""
+        ...
+
     async def discard(self) -> None:
         """Free what it holds. Boxes that were restored from it live on. Idempotent."""
         ...
@@ -205,8 +231,12 @@ class Box(Protocol):
         """Start a persistent shell in the working folder, with pipes or on a terminal (80 by 24)."""
         ...
 
-    async def snapshot(self) -> Snapshot:
-        """Record the box's state; what runs in it is held still meanwhile and goes on after."""
+    async def snapshot(self, *, on_restore: Sequence[str] = ()) -> Snapshot:
+        """Record the box's state; what runs in it is held still meanwhile and goes on after.
+
+        on_restore: a program that the pool runs in each box restored from it, before anybody has the box; for
+        instance one that has what was seeded before seed anew.
+        """
         ...
 
     async def restore(self, snapshot: Snapshot) -> None:

@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from lehr.sandbox import collect, image, verdict
-from lehr.sandbox.base import ExecResult, ExecUsage, Opening, Snapshot, Spec
+from lehr.sandbox import collect, egress, image, verdict
+from lehr.sandbox.base import Connection, ExecResult, ExecUsage, Opening, Snapshot, Spec
 from lehr.sandbox.channel import Answer, Channel, ChannelLost
 from lehr.sandbox.errors import Refused, SandboxError
 from lehr.sandbox.launch import Process
@@ -95,7 +95,7 @@ class RunnerBox:
             watch = Watch(self, number, meter, wall_s)
             started = loop.time()
             request = {
-                "op": "exec", "id": number, "argv": argv, "cwd": cwd, "env": {**image.ENVIRONMENT, **env},
+                "op": "exec", "id": number, "argv": argv, "cwd": cwd, "env": {**self.environment, **env},
                 "base_env": image.ENVIRONMENT,
                 "rlimits": self.rlimits(), "nice": self.nice,
             }  # fmt: skip
@@ -165,7 +165,14 @@ class RunnerBox:
             stderr=stderr,
         )
         word, code, number, detail = verdict.name(signs, self.spec.limits, wall_s, program)
-        return ExecResult(word, code, stdout, stderr, truncated, number, usage, detail)
+        return ExecResult(
+            word, code, stdout, stderr, truncated, number, usage, detail, meter.denied(), meter.connections()
+        )
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What programs find in their environment."""
+        return {**image.ENVIRONMENT, **egress.environment()} if self.spec.allow_hosts else image.ENVIRONMENT
 
     def rlimits(self) -> dict[str, tuple[int, int]]:
         """Return the limits of each single process, a second line behind cgroups or the first without."""
@@ -262,7 +269,7 @@ class RunnerBox:
         if shell in self._shells:
             self._shells.remove(shell)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, *, on_restore: Sequence[str] = ()) -> Snapshot:
         """Record what is on the box's disk. Costs what it takes to copy what changed since the last one."""
         limits, layers = self.spec.limits, self._process.layers
         async with self._turn:
@@ -274,7 +281,7 @@ class RunnerBox:
             finally:
                 os.close(answer.fds[0])
                 await self._ask({"op": "go"}, "its programs")
-        return FileSnapshot(self.spec, recorded)
+        return FileSnapshot(self.spec, recorded, on_restore)
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Kill everything in the box and bring the recorded disk back, in namespaces that are new."""
@@ -318,9 +325,10 @@ class FileSnapshot:
 
     kind: Literal["files", "memory"] = "files"
 
-    def __init__(self, spec: Spec, layers: Layers) -> None:
+    def __init__(self, spec: Spec, layers: Layers, on_restore: Sequence[str] = ()) -> None:
         self.id = f"snapshot-{secrets.token_hex(6)}"
         self.spec = spec
+        self.on_restore = tuple(on_restore)
         self.layers = layers
 
     async def discard(self) -> None:
@@ -332,7 +340,11 @@ class Meter:
     """Differences of a box's counters over one exec."""
 
     def __init__(self, process: Process) -> None:
+        self._process = process
         self._group = group = process.group
+        for service in (process.refusals, process.egress):
+            if service:
+                service.begin()
         self._cpu_s = group.cpu_s() if group else None
         self._refused = group.refused_pids() if group else 0
         self._ooms = group.oom_kills() if group else 0
@@ -362,6 +374,14 @@ class Meter:
     def oom_kills(self) -> int:
         """Processes ended for want of memory since the start."""
         return self._group.oom_kills() - self._ooms if self._group else 0
+
+    def denied(self) -> tuple[str, ...]:
+        """System calls refused since the start, by name."""
+        return self._process.refusals.names if self._process.refusals else ()
+
+    def connections(self) -> tuple[Connection, ...]:
+        """Attempts to reach hosts that ended since the start."""
+        return self._process.egress.connections if self._process.egress else ()
 
     def lost_to_memory(self) -> bool:
         """Whether want of memory has ended a part of the box itself rather than a program."""

@@ -19,6 +19,7 @@ from lehr.sandbox import cgroup, host, roots, seccomp
 from lehr.sandbox.base import BACKENDS, Snapshot, Spec
 from lehr.sandbox.box import FileSnapshot, RunnerBox
 from lehr.sandbox.channel import Channel, ChannelLost
+from lehr.sandbox.egress import Rule
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.launch import PATH, Process
 from lehr.sandbox.zygote import READY_S, Layers, Zygote
@@ -65,6 +66,8 @@ class BwrapBackend:
             raise MissingDependency(
                 "bubblewrap (bwrap) is not installed", hint="Install it: `apt-get install bubblewrap`"
             )
+        for text in spec.allow_hosts:
+            Rule.parse(text)
         base = self._base(spec, snapshot)
         places = self._places()
         zygote = base.zygote if base else await self._hatch(program, spec.image)
@@ -80,7 +83,8 @@ class BwrapBackend:
                 group.remove()
             raise
         try:
-            await self._wait_ready(channel)
+            given = await self._wait_ready(channel)
+            process.take(given, spec)
         except BaseException as error:
             process.kill()
             channel.close()
@@ -129,6 +133,7 @@ class BwrapBackend:
             "memory_bytes": limits.memory_bytes,
             "pids": limits.pids,
             "cpu_s": limits.cpu_s,
+            "proxy": bool(spec.allow_hosts),
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as opened:
@@ -144,7 +149,8 @@ class BwrapBackend:
         process = Process(pidfd, group, stand)
         return process, Channel(asyncio.get_running_loop(), ours)
 
-    async def _wait_ready(self, channel: Channel) -> None:
+    async def _wait_ready(self, channel: Channel) -> dict[str, int]:
+        """Return the descriptors that process 1 gives to the host, by name."""
         _, ready = channel.expect(0)
         async with asyncio.timeout(READY_S):
             answer = await ready
@@ -154,6 +160,7 @@ class BwrapBackend:
                 expected="a kernel that lets a user namespace mount proc and tmpfs",
                 hint=host.DOCTOR,
             )
+        return dict(zip(answer.header["gives"], answer.fds, strict=True))
 
     async def close(self) -> None:
         """Destroy every box that is left."""

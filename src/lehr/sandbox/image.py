@@ -12,7 +12,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf")
+ETC = (
+    "alternatives",
+    "ssl/certs",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "localtime",
+    "mime.types",
+    "nsswitch.conf",
+)
 ETC_GLOBS = ("python3*",)
 ROOT_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -95,6 +104,8 @@ def arguments() -> tuple[str, ...]:
     for folder in covered():
         out += ["--size", "4096", "--tmpfs", str(folder), "--remount-ro", str(folder)]
     for path in etc():
+        if path.parent != Path("/etc"):
+            out += ["--perms", "0755", "--dir", str(path.parent)]
         out += ["--ro-bind", os.path.realpath(path), str(path)]
     return (*out, "--dir", "/var", "--symlink", "../tmp", "/var/tmp", *furniture())
 

@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from lehr.sandbox.base import Spec
 from lehr.sandbox.cgroup import Group
+from lehr.sandbox.egress import Egress
+from lehr.sandbox.refusals import Refusals
 
 if TYPE_CHECKING:
     from lehr.sandbox.zygote import Layers
@@ -96,10 +100,21 @@ class Handle:
 class Process:
     """Process 1 of a box, its control group and what it stands on. Killing process 1 kills everything in it."""
 
+    refusals: Refusals | None = None
+    egress: Egress | None = None
+
     def __init__(self, pidfd: int, group: Group | None, layers: Layers) -> None:
         self.group = group
         self.layers = layers
         self._handle = Handle(pidfd)
+
+    def take(self, given: Mapping[str, int], spec: Spec) -> None:
+        """Own and serve what process 1 gave: where the kernel asks about calls, and a proxy's socket."""
+        if "notices" in given:
+            self.refusals = Refusals(given["notices"])
+        if "proxy" in given:
+            listener = socket.socket(fileno=given["proxy"])
+            self.egress = Egress(listener, spec.allow_hosts, spec.limits.network_bytes)
 
     @property
     def ended(self) -> asyncio.Future[None]:
@@ -116,6 +131,9 @@ class Process:
             self.group.kill()
             await self._handle.end(GONE_S / 2)
         self._handle.abandon()
+        for service in (self.refusals, self.egress):
+            if service:
+                service.close()
         if self.group:
             self.group.remove()
         self.layers.free()

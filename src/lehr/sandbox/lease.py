@@ -44,7 +44,8 @@ class Origin:
 
 
 class LeasedBox:
-    """A box under a lease, which ends when it is released, or ``lease_s`` after the last call or renewal.
+    """A box under a lease, which ends when it is released, ``lease_s`` after the last call or renewal, or
+    ``most_s`` after its beginning, whatever happens.
 
     expired: told when it has ended by itself. counts: where execs are counted by verdict.
     """
@@ -55,6 +56,7 @@ class LeasedBox:
         recorder: Recorder,
         origin: Origin,
         lease_s: float,
+        most_s: float,
         expired: Callable[[LeasedBox], None],
         counts: Counter[str],
     ) -> None:
@@ -67,18 +69,24 @@ class LeasedBox:
         self._counts = counts
         self._calls = 0
         self._loop = asyncio.get_running_loop()
+        self._most_s = most_s
         self._until = self._loop.time() + lease_s
-        self._timer = self._loop.call_at(self._until, self._look)
+        self._last = self._loop.time() + most_s
+        self._timer = self._loop.call_at(min(self._until, self._last), self._look)
         self._ended = ""
 
     def _look(self) -> None:
         """End the lease if nothing happened, else look again when it could next be over."""
         if self._ended:
             return
-        if self._calls or self._loop.time() < self._until:
-            self._timer = self._loop.call_at(max(self._until, self._loop.time() + 0.1), self._look)
+        now = self._loop.time()
+        if now >= self._last:
+            self.end(f"has expired: a box of its limits lives {self._most_s:g} s")
+        elif self._calls or now < self._until:
+            self._timer = self._loop.call_at(min(max(self._until, now + 0.1), self._last), self._look)
             return
-        self.end(f"has expired: nothing happened for {self._lease_s:g} s")
+        else:
+            self.end(f"has expired: nothing happened for {self._lease_s:g} s")
         self._expired(self)
 
     def renew(self) -> None:
@@ -130,6 +138,8 @@ class LeasedBox:
             signal=result.signal,
             truncated=result.truncated,
             detail=result.detail,
+            denied=list(result.denied),
+            connections=[asdict(item) for item in result.connections],
             **asdict(result.usage),
         )
         return result
@@ -172,11 +182,11 @@ class LeasedBox:
     async def _start_shell(self, terminal: bool) -> LeasedShell:
         return LeasedShell(await self._live().shell(terminal=terminal), self)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, *, on_restore: Sequence[str] = ()) -> Snapshot:
         """Record the box's state; see :meth:`lehr.sandbox.base.Box.snapshot`."""
         async with self._call() as box:
             began = self._loop.time()
-            taken = await box.snapshot()
+            taken = await box.snapshot(on_restore=on_restore)
         seconds = self._loop.time() - began
         self._recorder.record(
             "sandbox.snapshot", **self._facts, **_purpose.get(), snapshot=taken.id, wall_s=seconds
@@ -188,10 +198,21 @@ class LeasedBox:
         async with self._call() as box:
             began = self._loop.time()
             await box.restore(snapshot)
+            await self.after_restore(snapshot)
         seconds = self._loop.time() - began
         self._recorder.record(
             "sandbox.restore", **self._facts, **_purpose.get(), snapshot=snapshot.id, wall_s=seconds
         )
+
+    async def after_restore(self, snapshot: Snapshot) -> None:
+        """Run what the snapshot wants to be run first. Raises ``SandboxError`` if it fails."""
+        if snapshot.on_restore:
+            result = await self.exec(snapshot.on_restore)
+            if result.verdict != "ok":
+                raise SandboxError(
+                    f"{' '.join(snapshot.on_restore)} failed after {snapshot.id} was restored: {result.detail}",
+                    expected="a command that ends with status 0",
+                )
 
     async def run_shell(self, shell: Shell, command: str, timeout_s: float) -> ExecResult:
         """Run and record one command of a shell."""

@@ -108,10 +108,18 @@ class Pool:
         self.counts[how] += 1
         self.counts["queue_us"] += int(1e6 * queue_s)
         origin = Origin(self._backend.name, how, queue_s, domain)
-        leased = LeasedBox(box, self._recorder, origin, self._lease_s, self._expire, self.counts)
+        leased = LeasedBox(
+            box, self._recorder, origin, self._lease_s, spec.limits.lease_s, self._expire, self.counts
+        )
         self._leased.add(leased)
         if snapshot is None:
             self._refill(spec)
+            return leased
+        try:
+            await leased.after_restore(snapshot)
+        except BaseException:
+            await self.release(leased)
+            raise
         return leased
 
     @overload

@@ -112,12 +112,28 @@ def _library() -> Any:
 
 
 @functools.cache
-def programs(*, limited: bool = True) -> tuple[bytes, bytes]:
-    """Return both filters as BPF instructions, or raise ``MissingDependency`` where libseccomp is absent.
+def programs(*, limited: bool = True) -> tuple[bytes, bytes, bytes]:
+    """Return the filters as BPF instructions, or raise ``MissingDependency`` where libseccomp is absent.
 
+    The allow-list; what is refused, by asking the host; the same by the kernel alone, for where it cannot ask.
     limited: whether a cgroup counts the box's memory.
     """
-    return _known(), _refused(limited)
+    sc = _library()
+    return (
+        _known(),
+        _compiled(_refusing(limited, sc.NOTIFY)),
+        _compiled(_refusing(limited, sc.ERRNO(errno.EPERM))),
+    )
+
+
+def name_of(number: int) -> str:
+    """Return the name of a system call of this machine."""
+    sc = _library()
+    names = {value: name for name, value in NEWER.items()}
+    try:
+        return sc.resolve_syscall(sc.system_arch(), number).decode()
+    except (ValueError, OSError, AttributeError):
+        return names.get(number, str(number))
 
 
 def _known() -> bytes:
@@ -137,7 +153,7 @@ def in_user_space() -> bytes:
     gVisor lets everybody make device nodes, of its own devices.
     """
     sc = _library()
-    rules = _refusing(limited=False)
+    rules = _refusing(False, sc.ERRNO(errno.EPERM))
     rules.add_rule(sc.ERRNO(errno.ENOSYS), "clone3")
     for call, position in (("mknod", 1), ("mknodat", 2)):
         for kind in (stat.S_IFCHR, stat.S_IFBLK):
@@ -146,13 +162,8 @@ def in_user_space() -> bytes:
     return _compiled(rules)
 
 
-def _refused(limited: bool) -> bytes:
-    return _compiled(_refusing(limited))
-
-
-def _refusing(limited: bool) -> Any:
+def _refusing(limited: bool, refuse: Any) -> Any:
     sc = _library()
-    refuse = sc.ERRNO(errno.EPERM)
     rules = sc.SyscallFilter(sc.ALLOW)
     for name in (DENIED if limited else DENIED + UNCOUNTED).split():
         number = _number(name)

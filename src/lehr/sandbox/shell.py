@@ -18,7 +18,7 @@ import termios
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lehr.sandbox import image, verdict
+from lehr.sandbox import verdict
 from lehr.sandbox.base import ExecResult, Limits
 from lehr.sandbox.channel import Answer, Channel, ChannelLost
 from lehr.sandbox.errors import SandboxError
@@ -61,6 +61,7 @@ class PipeShell:
         )
         self._meter = meter
         self._turn = asyncio.Lock()
+        self._until = self._loop.time() + limits.session_s
         self._nonce = ""
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._heard = bytearray()
@@ -91,7 +92,7 @@ class PipeShell:
             "op": "exec", "id": number, "shell": True, "cwd": ".", "rlimits": box.rlimits(), "nice": box.nice,
             "argv": ["/bin/bash", "--noprofile", "--norc", "-c", KEEP_ON + LOOP if terminal else LOOP],
             "terminal": terminal,
-            "env": {**image.ENVIRONMENT, "TERM": "dumb"} if terminal else image.ENVIRONMENT,
+            "env": {**box.environment, "TERM": "dumb"} if terminal else dict(box.environment),
         }  # fmt: skip
         try:
             await channel.send(request, (null, out_w, err_w, command_r, status_w))
@@ -155,8 +156,11 @@ class PipeShell:
         feeder = Feeder(self._loop, os.dup(self._commands), data)
         reason = ""
         try:
-            reason = await self._wait(started + wall_s, meter)
-            if reason:
+            reason = await self._wait(min(started + wall_s, self._until), meter)
+            if reason and self._loop.time() >= self._until:
+                reason = "session"
+                await self._end()
+            elif reason:
                 self._box.interrupt(self._number, children=True)
                 await asyncio.wait([self._status, self._answer], timeout=GRACE_S, return_when="FIRST_COMPLETED")
                 if not self._status.done():
@@ -184,7 +188,18 @@ class PipeShell:
             stderr=stderr,
         )
         word, code, number, detail = verdict.name(signs, self._limits, wall_s)
-        return ExecResult(word, code, stdout, stderr, cut or cut_err, number, usage, detail)
+        return ExecResult(
+            word,
+            code,
+            stdout,
+            stderr,
+            cut or cut_err,
+            number,
+            usage,
+            detail,
+            meter.denied(),
+            meter.connections(),
+        )
 
     async def _wait(self, end: float, meter: Meter) -> str:
         """Wait for the status or the shell's end; return the limit that was passed, if any."""

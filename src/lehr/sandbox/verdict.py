@@ -48,6 +48,13 @@ def name(
         return "exit", code, None, f"cannot start {program}: {os.strerror(error)}"
     if signs.ended_by == "wall":
         return "timeout_wall", None, number, f"still running after {wall_s:g} s of wall time"
+    if signs.ended_by == "session":
+        return (
+            "timeout_wall",
+            None,
+            number,
+            f"the shell has been open for {limits.session_s:g} s; start another",
+        )
     if signs.ended_by == "cpu" or number == signal.SIGXCPU:
         return "timeout_cpu", None, number, f"used more than {limits.cpu_s:g} s of CPU time"
     if signs.ended_by == "output":

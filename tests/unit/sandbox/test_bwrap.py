@@ -356,3 +356,38 @@ def test_own_folders_below_usr_are_covered(monkeypatch: pytest.MonkeyPatch) -> N
     arguments = image.arguments.__wrapped__()
     at = arguments.index("/usr/share")
     assert arguments[at - 1] == "--tmpfs"
+
+
+def test_a_shell_lives_no_longer_than_its_session() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=0)
+        async with pool.lease(Spec(limits=Limits(session_s=0.6))) as box, box.shell() as shell:
+            assert (await shell.run("echo a")).stdout == b"a\n"
+            began = asyncio.get_running_loop().time()
+            late = await shell.run("echo b; sleep 5")
+            assert asyncio.get_running_loop().time() - began < 1.6
+            assert (late.verdict, late.stdout) == ("timeout_wall", b"b\n")
+            assert "open for 0.6 s" in late.detail
+            assert (await shell.run("true")).verdict == "broken"
+            async with box.shell() as another:
+                assert (await another.run("echo c")).stdout == b"c\n"
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_box_lives_no_longer_than_its_limit_however_often_it_is_renewed() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=0)
+        box = await pool.acquire(Spec(limits=Limits(lease_s=0.5)))
+        work = asyncio.create_task(box.exec(["sleep", "5"]))
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            box.renew()
+        result = await work
+        assert result.verdict == "broken"
+        with pytest.raises(SandboxError, match=r"a box of its limits lives 0\.5 s"):
+            box.renew()
+        await pool.close()
+
+    asyncio.run(run())

@@ -228,3 +228,26 @@ def test_a_released_box_leaves_its_snapshot_to_others() -> None:
         await pool.close()
 
     asyncio.run(run())
+
+
+def test_what_a_snapshot_wants_to_run_first_runs_in_each_box() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=0)
+        try:
+            async with pool.lease(SMALL) as box:
+                await box.write("seed", b"old")
+                mark = await box.snapshot(on_restore=["sh", "-c", "head -c 8 /dev/urandom > seed"])
+                bad = await box.snapshot(on_restore=["false"])
+                await box.restore(mark)
+                seeds = {await box.read("seed")}
+            for _ in range(2):
+                async with pool.lease(SMALL, snapshot=mark) as twin:
+                    seeds.add(await twin.read("seed"))
+            assert len(seeds) == 3 and b"old" not in seeds
+            with pytest.raises(SandboxError, match=r"false failed after .* was restored"):
+                await pool.acquire(SMALL, snapshot=bad)
+            assert pool.leased == 0
+        finally:
+            await pool.close()
+
+    asyncio.run(run())

@@ -44,6 +44,7 @@ def sandbox() -> None:
 @click.option("--pids", default=64, show_default=True, type=click.IntRange(1), help="Processes at once.")
 @click.option("--output", default="1M", show_default=True, help="Output that is kept.")
 @click.option("--image", default="host", show_default=True, help="A root folder, oci:TAR or docker:TAR.")
+@click.option("--allow", "allowed", multiple=True, metavar="HOST", help="A host that it may reach; repeatable.")
 @click.option("-i", "--stdin", "feed", is_flag=True, help="Pass on standard input, read to its end first.")
 @click.option("--backend", default="bwrap", show_default=True, help="How the box is made.")
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND…")
@@ -54,11 +55,12 @@ def run(
     pids: int,
     output: str,
     image: str,
+    allowed: tuple[str, ...],
     feed: bool,
     backend: str,
     argv: tuple[str, ...],
 ) -> int:
-    """Run COMMAND in a fresh box: no network, no home, its own files, processes and limits.
+    """Run COMMAND in a fresh box: no network but to the hosts of --allow, no home, its own files and limits.
 
     For example: lehr sandbox run --memory 256M --timeout 5 -- python3 -c "print(6*7)"
     """
@@ -71,7 +73,7 @@ def run(
         cpu_s=timeout,
     )
     stdin = sys.stdin.buffer.read() if feed else b""
-    result = asyncio.run(_run(backend, Spec(_place(image), limits), argv, stdin))
+    result = asyncio.run(_run(backend, Spec(_place(image), limits, allowed), argv, stdin))
     sys.stdout.buffer.write(result.stdout)
     sys.stdout.flush()
     sys.stderr.buffer.write(result.stderr)
@@ -177,7 +179,12 @@ def _call(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         "CPU ms": round(1e3 * fields.get("cpu_s", 0.0)),
         "MiB": round(fields.get("peak_bytes", 0) / mib, 1),
         "read, written KiB": f"{fields.get('read_bytes', 0) >> 10}, {fields.get('written_bytes', 0) >> 10}",
+        "refused": ", ".join([*fields.get("denied", ()), *_unreached(fields)]),
     }
+
+
+def _unreached(fields: Mapping[str, Any]) -> list[str]:
+    return [f"{item['host']}:{item['port']}" for item in fields.get("connections", ()) if item["refused"]]
 
 
 def _place(image: str) -> str:
@@ -211,6 +218,11 @@ def _line(result: ExecResult) -> str:
         f"[{ended}; {usage.wall_s:.2f} s wall, {usage.cpu_s:.2f} s CPU, "
         f"{usage.peak_bytes / (1 << 20):.0f} MiB, {usage.peak_pids} processes]"
     )
+    if result.denied:
+        text += f" Refused system calls: {', '.join(result.denied)}."
+    for item in result.connections:
+        if item.refused:
+            text += f" Not connected: {item.refused}."
     if result.detail:
         text += f" {result.detail}"
     if result.verdict in RAISE:

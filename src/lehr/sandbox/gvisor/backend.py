@@ -88,6 +88,12 @@ class GvisorBackend:
         """Start the process of a box, fresh or from a recorded one."""
         if spec.image != "host":
             raise HostUnfit(f"the gvisor backend has no image {spec.image!r}", expected="image 'host'")
+        if spec.allow_hosts:
+            raise HostUnfit(
+                "boxes on gVisor reach no host",
+                expected="no allowed hosts",
+                hint="Use the backend bwrap, whose boxes can be allowed some.",
+            )
         recorded = self._recorded(spec, snapshot)
         await self._prepare()
         fresh = self._state / "fresh" if self._driver().restores else None

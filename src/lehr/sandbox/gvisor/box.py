@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,9 +29,10 @@ class MemorySnapshot:
 
     kind: Literal["memory"] = "memory"
 
-    def __init__(self, spec: Spec, image: Path) -> None:
+    def __init__(self, spec: Spec, image: Path, on_restore: Sequence[str] = ()) -> None:
         self.id = f"snapshot-{secrets.token_hex(6)}"
         self.spec = spec
+        self.on_restore = tuple(on_restore)
         self.image = image
 
     async def discard(self) -> None:
@@ -124,9 +125,9 @@ class GvisorBox(RunnerBox):
             )
         return await super()._start_shell(terminal)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, *, on_restore: Sequence[str] = ()) -> Snapshot:
         """Record the box with everything that runs in it; shells go on after."""
-        work = self._loop.create_task(self._snapshot())
+        work = self._loop.create_task(self._snapshot(on_restore))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -134,12 +135,12 @@ class GvisorBox(RunnerBox):
                 await (await work).discard()
             raise
 
-    async def _snapshot(self) -> MemorySnapshot:
+    async def _snapshot(self, on_restore: Sequence[str]) -> MemorySnapshot:
         sandbox, channel = self._process, self._channel
         if not isinstance(sandbox, Sandbox) or not isinstance(channel, StreamChannel):
             raise SandboxError("cannot record a box that is not gVisor's")
         async with self._turn:
-            return MemorySnapshot(self.spec, await self._recorder.record(sandbox, channel))
+            return MemorySnapshot(self.spec, await self._recorder.record(sandbox, channel), on_restore)
 
     def interrupt(self, number: int, *, children: bool = False) -> None:
         """Ask the runner to end an exec; end the box if the kernel has ended a part of it, as it may hang."""

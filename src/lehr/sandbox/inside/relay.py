@@ -77,7 +77,7 @@ class Relay(Runner):
         self.apart = True
         self.config = config
         self.pack = pack
-        self.held = rights.Held(disk=-1, io=-1)
+        self.held = rights.Held(disk=-1, io=-1, for_host={})
         self.execs: dict[int, programs.Exec] = {}
         self.watch: dict[str, Any] | None = config
         self.looked = 0.0

@@ -25,6 +25,9 @@ RUNNER, CANDIDATE = 999, 1000
 OWN_INODES, OVERLAY_INODES = 4, 6
 MOST_FDS = 1 << 16
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+PROXY = ("127.0.0.1", 3128)
+SECCOMP_SET_FILTER, SECCOMP_NEW_LISTENER = 1, 8
+SECCOMP = {"x86_64": 317, "aarch64": 277}
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 MAKE_CHAR, MAKE_BLOCK = 1 << 6, 1 << 11
 WRITING = 1 << 1 | 1 << 14 | 1 << 15
@@ -93,10 +96,14 @@ def fork_into_new_pids(own: int) -> int:
 
 
 class Held(NamedTuple):
-    """What process 1 keeps open from the time when it had rights: its disk's folder, and ``/proc/self/io``."""
+    """What process 1 has open from the time when it had rights: its disk's folder, and ``/proc/self/io``.
+
+    for_host: what it gives to the host, by name.
+    """
 
     disk: int
     io: int
+    for_host: dict[str, int]
 
 
 def set_up(birth: Birth) -> Held:
@@ -115,6 +122,7 @@ def set_up(birth: Birth) -> Held:
             check(-1, "make namespaces")  # EINVAL: a kernel without them
     check(LIBC.sethostname(b"box", 3), "set the host name")
     raise_loopback()
+    for_host = {"proxy": listen()} if config["proxy"] else {}
     disk = lay_out(config)
     counted = os.open("/proc/self/io", os.O_RDONLY | os.O_CLOEXEC) if os.path.exists("/proc/self/io") else -1
     os.umask(0o022)
@@ -128,8 +136,10 @@ def set_up(birth: Birth) -> Held:
     os.setresuid(own, own, own)
     forbid_namespaces(proc)
     os.close(proc)
-    drop(config["filters"][config["watch"]], apart=config["apart"])
-    return Held(disk, counted)
+    notices = drop(config["filters"][config["watch"]], apart=config["apart"])
+    if notices >= 0:
+        for_host["notices"] = notices
+    return Held(disk, counted, for_host)
 
 
 def raise_loopback() -> None:
@@ -137,6 +147,14 @@ def raise_loopback() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh14x", b"lo", IFF_UP)
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, request)
+
+
+def listen() -> int:
+    """Return a socket on which the host will take the box's connections to the proxy."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(PROXY)
+        listener.listen(64)
+        return listener.detach()
 
 
 def lay_out(config: dict[str, Any]) -> int:
@@ -183,10 +201,11 @@ def forbid_namespaces(proc: int) -> None:
     os.close(fd)
 
 
-def drop(filters: list[str], *, apart: bool) -> None:
+def drop(filters: list[str], *, apart: bool) -> int:
     """Give up every capability for good, become untraceable, and install Landlock rules and filters.
 
     apart: keep what it takes to start programs as another user and to end them; nothing inherits it.
+    Returns the descriptor on which the kernel asks what to answer to refused calls, -1 where it cannot.
     """
     check(LIBC.prctl(PR_CAP_AMBIENT, 4, 0, 0, 0), "clear ambient capabilities")
     capability = 0
@@ -196,11 +215,15 @@ def drop(filters: list[str], *, apart: bool) -> None:
     check(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "become undumpable")
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "set no_new_privs")
     restrict_files()
-    for text in filters:
-        install(bytes.fromhex(text))
+    known, asking, refusing = map(bytes.fromhex, filters)
+    install(known)
+    notices = install_asking(asking)
+    if notices < 0:
+        install(refusing)
     if apart:  # files are the candidate's, whoever makes them
         LIBC.setfsgid(CANDIDATE)
         LIBC.setfsuid(CANDIDATE)
+    return notices
 
 
 def install(program: bytes) -> None:
@@ -208,6 +231,17 @@ def install(program: bytes) -> None:
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     check(LIBC.prctl(PR_SET_SECCOMP, 2, header, 0, 0), "install the system call filter")
+
+
+def install_asking(program: bytes) -> int:
+    """Install a filter that asks about what it refuses. Returns where it asks, or -1 if the kernel cannot."""
+    number = SECCOMP.get(os.uname().machine)
+    if number is None:
+        return -1
+    code = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    flags = ctypes.c_ulong(SECCOMP_NEW_LISTENER)
+    return int(LIBC.syscall(number, ctypes.c_ulong(SECCOMP_SET_FILTER), flags, header))
 
 
 def restrict_files() -> None:

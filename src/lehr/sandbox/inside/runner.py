@@ -40,7 +40,10 @@ class Runner:
         signal.signal(signal.SIGCHLD, _wake)
         wake, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        self.wire.send({"id": 0})
+        given = self.held.for_host
+        self.wire.send({"id": 0, "gives": list(given)}, *given.values())
+        for fd in given.values():
+            os.close(fd)
         poll = select.poll()
         poll.register(self.wire.end, select.POLLIN)
         poll.register(wake, select.POLLIN)
