@@ -33,6 +33,8 @@ class SandboxConfig(Config):
     should be as many as episodes, and some for the judges."""
     warm: int = Field(default=4, ge=0)
     """Boxes kept ready per specification."""
+    quotas: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """The most boxes that one domain may hold, for its episodes and its judges together, by domain."""
 
 
 class SftStage(Config):
@@ -155,6 +157,11 @@ class Recipe(Config):
             seen.add(stage.name)
         if not self.domains:
             raise ValueError("a recipe needs at least one domain")
+        if strange := sorted(set(self.sandbox.quotas) - set(self.domains)):
+            known = ", ".join(self.domains)
+            raise ValueError(
+                f"sandbox.quotas names {', '.join(strange)}, which the recipe does not train: {known}"
+            )
         return self
 
 

@@ -143,7 +143,8 @@ async def _context(
     renderer = load_renderer(start)
     cluster = LocalCluster(folder.path)
     recorder = LedgerRecorder(ledger)
-    pool = Pool(recipe.sandbox.backend, warm=recipe.sandbox.warm, limit=recipe.sandbox.boxes, recorder=recorder)
+    boxes = recipe.sandbox
+    pool = Pool(boxes.backend, warm=boxes.warm, limit=boxes.boxes, quotas=boxes.quotas, recorder=recorder)
     metrics = MetricsWriter(folder.metrics)
     verifying = BusyMeter()
     weights = folder.weights((start / "model.safetensors").stat().st_size)

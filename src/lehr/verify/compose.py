@@ -83,10 +83,14 @@ def _combine(
 
 
 class _Clocked:
-    """Boxes whose waiting line does not count against a verifier's deadline: queue time is nobody's fault."""
+    """Boxes whose waiting line does not count against a verifier's deadline: queue time is nobody's fault.
 
-    def __init__(self, boxes: Boxes, timer: asyncio.Timeout) -> None:
+    They count on the quota of the domain whose answer is judged.
+    """
+
+    def __init__(self, boxes: Boxes, timer: asyncio.Timeout, domain: str) -> None:
         self._boxes = boxes
+        self._domain = domain
         self._timer = timer
 
     @asynccontextmanager
@@ -116,7 +120,9 @@ class _Clocked:
         left = (self._timer.when() or loop.time()) - loop.time()
         self._timer.reschedule(None)
         try:
-            return await self._boxes.acquire(spec, timeout_s=timeout_s, snapshot=snapshot, domain=domain)
+            return await self._boxes.acquire(
+                spec, timeout_s=timeout_s, snapshot=snapshot, domain=domain or self._domain
+            )
         finally:
             self._timer.reschedule(loop.time() + left)
 
@@ -136,7 +142,7 @@ async def _judge_term(
     """The boundary at which a failing verifier becomes data."""
     try:
         async with asyncio.timeout(timeout_s) as timer:
-            return await verifier(task, evidence, gold, _Clocked(boxes, timer))
+            return await verifier(task, evidence, gold, _Clocked(boxes, timer, task.domain))
     except DeadlineExceeded as error:
         return NoScore("sandbox", str(error))
     except TimeoutError:

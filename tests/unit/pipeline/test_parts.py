@@ -11,7 +11,7 @@ from lehr.core.errors import ConfigError
 from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder, sweep
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
-from lehr.pipeline.recipe import ControlStage, Recipe, RlStage, SftStage, quickstart_recipe
+from lehr.pipeline.recipe import ControlStage, Recipe, RlStage, SandboxConfig, SftStage, quickstart_recipe
 
 
 def test_cores_are_divided_and_none_is_shared_while_both_work():
@@ -91,6 +91,15 @@ def test_a_control_needs_the_stages_that_it_matches():
         Recipe(stages=(SftStage(), ControlStage()))
     with pytest.raises(ValueError, match="must be unique"):
         Recipe(stages=(RlStage(name="a"), RlStage(name="a")))
+
+
+def test_quotas_are_of_domains_that_the_recipe_trains():
+    recipe = Recipe(stages=(SftStage(),), sandbox=SandboxConfig(quotas={"code/functions": 2}))
+    assert recipe.sandbox.quotas == {"code/functions": 2}
+    with pytest.raises(ValueError, match="names code/function, which the recipe does not train: code"):
+        Recipe(stages=(SftStage(),), sandbox=SandboxConfig(quotas={"code/function": 2}))
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        SandboxConfig(quotas={"code/functions": 0})
 
 
 def test_memory_of_a_killed_run_is_found_by_the_next_and_that_of_a_living_one_is_kept(tmp_path: Path):

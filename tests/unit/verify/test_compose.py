@@ -28,7 +28,8 @@ class SlowLine:
     def lease(self, spec: Spec, *, timeout_s: float = 30.0, **_: Any) -> Any:
         raise AssertionError("not used")
 
-    async def acquire(self, spec: Spec, *, timeout_s: float = 30.0, **_: Any) -> Any:
+    async def acquire(self, spec: Spec, *, timeout_s: float = 30.0, domain: str = "", **_: Any) -> Any:
+        assert domain == TASK.domain
         await asyncio.sleep(self._wait_s)
         return object()
 

@@ -85,7 +85,8 @@ class _TerminalEpisode:
 
     async def _lease(self) -> Box:
         """Lease the box and place the task's files. Raises the pool's errors."""
-        self._box = await self._boxes.acquire(spec_of(self._task), timeout_s=self._task.timeout_s)
+        task = self._task
+        self._box = await self._boxes.acquire(spec_of(task), timeout_s=task.timeout_s, domain=task.domain)
         for path, text in self._task.files.items():
             await self._box.write(path, text.encode())
         return self._box
