@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from lehr.core.errors import ConfigError
 from lehr.core.registry import Registry
 
 Verdict = Literal[
@@ -21,6 +22,13 @@ Verdict = Literal[
     "output",
     "broken",  # the box itself no longer works; it is destroyed and rebuilt
 ]
+
+
+LEAST = {
+    "memory_bytes": 1 << 20, "disk_bytes": 4096, "inodes": 1, "pids": 1, "cpu": 0.01, "wall_s": 0.001,
+    "cpu_s": 0.001, "output_bytes": 1, "network_bytes": 0, "session_s": 0.001, "lease_s": 0.001,
+}  # fmt: skip
+"""The smallest limits that mean something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,13 @@ class Limits:
     network_bytes: int = 256 << 20
     session_s: float = 3600.0
     lease_s: float = 86_400.0
+
+    def __post_init__(self) -> None:
+        """Raise ``ConfigError`` for what no box can have: file systems take a size of 0 for no limit."""
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if not value >= least:
+                raise ConfigError(f"a box cannot have {name} = {value}", expected=f"at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +112,9 @@ class ExecResult:
     """Outcome of one exec. ``exit_code`` is None unless the program ended by itself.
 
     stdout and stderr are bytes with the middle cut out beyond the limit; then ``truncated`` is True.
-    ``detail`` is a sentence for a person where the verdict is not ``ok``. denied: names of the system calls
-    that the filter refused meanwhile, where the backend is told of them. connections: attempts to reach
-    allowed and other hosts that ended meanwhile.
+    ``detail`` is a sentence for a person where the verdict is not ``ok``, or the disk is full. denied: names of
+    the system calls that the filter refused meanwhile, where the backend is told of them. connections: attempts
+    to reach allowed and other hosts that ended meanwhile.
     """
 
     verdict: Verdict
@@ -207,7 +222,8 @@ class Box(Protocol):
     ) -> ExecResult:
         """Run a program to its end. Never raises for what the program did; see the verdict.
 
-        ``timeout_s`` may only lower the wall limit of the spec. A cancelled caller kills the program.
+        ``timeout_s`` may only lower the wall limit of the spec. A cancelled caller kills the program. ``argv``
+        is no command line: for one, run a shell on it.
         """
         ...
 

@@ -70,6 +70,8 @@ class RunnerBox:
         timeout_s: float | None = None,
     ) -> ExecResult:
         """Run a program to its end; see :meth:`lehr.sandbox.base.Box.exec`."""
+        if isinstance(argv, str):
+            raise TypeError(f"argv is the string {argv!r}; expected a list such as ['sh', '-c', {argv!r}]")
         if not argv or any("\0" in part for part in (*argv, cwd, *(env or {}), *(env or {}).values())):
             raise SandboxError(f"cannot run {list(argv)!r}", expected="a program and arguments without NUL")
         async with self._turn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
@@ -15,8 +16,8 @@ from lehr.core.protocols import Recorder
 from lehr.sandbox.base import Box, ExecResult, Opening, Shell, Snapshot
 from lehr.sandbox.errors import SandboxError
 
-TOLD = 200
-"""Characters of a command line that are recorded."""
+TOLD, TOLD_WORD = 200, 60
+"""Characters of a command line, and of each of its words, that are recorded."""
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -35,11 +36,12 @@ def on_behalf_of(**names: str) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a box was obtained. queue_s: seconds in line."""
+    """How a box was obtained. queue_s: seconds in line. made_s: seconds until it was made."""
 
     backend: str
     obtained: Literal["cold", "warm", "snapshot"]
     queue_s: float
+    made_s: float
     domain: str
 
 
@@ -156,7 +158,7 @@ class LeasedBox:
         """Run a program to its end; see :meth:`lehr.sandbox.base.Box.exec`."""
         async with self._call() as box:
             result = await box.exec(argv, stdin=stdin, env=env, cwd=cwd, timeout_s=timeout_s)
-        return self._note(result, " ".join(argv)[:TOLD])
+        return self._note(result, told(argv))
 
     async def write(self, path: str, data: bytes) -> None:
         """Create or replace a regular file."""
@@ -218,7 +220,7 @@ class LeasedBox:
         """Run and record one command of a shell."""
         async with self._call():
             result = await shell.run(command, timeout_s=timeout_s)
-        return self._note(result, f"shell: {command}"[:TOLD])
+        return self._note(result, f"shell: {_short(command, TOLD)}")
 
     async def destroy(self) -> None:
         """Kill everything in the box and remove what it wrote."""
@@ -244,3 +246,12 @@ class LeasedShell:
     async def close(self) -> None:
         """End the shell and everything that it started."""
         await self._shell.close()
+
+
+def told(argv: Sequence[str]) -> str:
+    """Return a command line as it is recorded: on one line, long words and a long end cut off with a mark."""
+    return _short(" ".join(shlex.quote(_short(" ".join(word.split()), TOLD_WORD)) for word in argv), TOLD)
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -91,7 +91,8 @@ class Pool:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         await self._admit(timeout_s, domain)
-        queue_s = loop.time() - asked
+        admitted = loop.time()
+        queue_s = admitted - asked
         try:
             box = self._take_warm(spec) if snapshot is None else None
             how: Literal["warm", "cold", "snapshot"] = "warm" if box else "snapshot" if snapshot else "cold"
@@ -107,7 +108,7 @@ class Pool:
             raise
         self.counts[how] += 1
         self.counts["queue_us"] += int(1e6 * queue_s)
-        origin = Origin(self._backend.name, how, queue_s, domain)
+        origin = Origin(self._backend.name, how, queue_s, loop.time() - admitted, domain)
         leased = LeasedBox(
             box, self._recorder, origin, self._lease_s, spec.limits.lease_s, self._expire, self.counts
         )

@@ -69,7 +69,7 @@ def name(
         return "signal", None, number, f"ended by signal {number}"
     if code:
         return "exit", code, None, f"ended with status {code}"
-    return "ok", 0, None, ""
+    return "ok", 0, None, "its disk is full" if signs.full else ""
 
 
 def _crowded(signs: Signs, limits: Limits, code: int | None) -> bool:

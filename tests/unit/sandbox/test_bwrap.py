@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lehr.core.errors import HostUnfit, MissingDependency
+from lehr.core.errors import ConfigError, HostUnfit, MissingDependency
 from lehr.sandbox import bwrap, cgroup, image, launch
 from lehr.sandbox.base import Limits, Spec
 from lehr.sandbox.box import RunnerBox
@@ -391,3 +391,35 @@ def test_a_box_lives_no_longer_than_its_limit_however_often_it_is_renewed() -> N
         await pool.close()
 
     asyncio.run(run())
+
+
+def test_a_command_line_is_no_argv() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=0)
+        async with pool.lease(Spec()) as box:
+            with pytest.raises(TypeError, match=r"argv is the string 'echo hi'; expected a list"):
+                await box.exec("echo hi")
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_full_disk_is_told_though_the_program_went_on() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=0)
+        async with pool.lease(Spec(limits=Limits(disk_bytes=1 << 20))) as box:
+            result = await box.exec(["sh", "-c", "head -c 5M /dev/zero > x; true"])
+            assert (result.verdict, result.detail) == ("ok", "its disk is full")
+            assert (await box.exec(["rm", "x"])).detail == ""
+        await pool.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "name", ["memory_bytes", "disk_bytes", "inodes", "pids", "cpu", "wall_s", "output_bytes"]
+)
+def test_limits_that_mean_nothing_are_refused(name: str) -> None:
+    for value in (0, -1, float("nan")):
+        with pytest.raises(ConfigError, match=f"a box cannot have {name} = {value}"):
+            Limits(**{name: value})

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import shutil
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -136,10 +139,12 @@ async def _check(backend: str, names: list[str], *, quiet: bool) -> list[dict[st
 
 @sandbox.command("trace")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.argument("task")
+@click.argument("task", required=False)
 @json_option
-def trace(run: Path, task: str, as_json: bool) -> None:
-    """Show every call that was made in a box for TASK, in order, with how each box was obtained."""
+def trace(run: Path, task: str | None, as_json: bool) -> None:
+    """Show every call that was made in a box for TASK, a task or one attempt, in order, with how each box was
+    obtained. Without TASK: which tasks have how many calls.
+    """
     from lehr.app.tables import show
     from lehr.ledger.reader import LedgerReader
     from lehr.pipeline.folder import RunFolder
@@ -149,38 +154,61 @@ def trace(run: Path, task: str, as_json: bool) -> None:
         calls = [event for event in reader.events() if event.kind.startswith("sandbox.")]
     finally:
         reader.close()
+    if task is None:
+        counted = Counter(str(event.fields["task"]) for event in calls if "task" in event.fields)
+        show([{"task": name, "calls": count} for name, count in sorted(counted.items())], as_json=as_json)
+        return
     chosen = [event for event in calls if task in (event.fields.get("task"), event.fields.get("attempt"))]
     if not chosen:
         known = sorted({str(event.fields["task"]) for event in calls if "task" in event.fields})
+        near = difflib.get_close_matches(task, known)
         raise ConfigError(
             f"{run} records no call in a box for {task}",
             expected="a task or an attempt of the run",
-            hint=f"Did you mean {near[0]}?" if (near := difflib.get_close_matches(task, known)) else "",
+            hint=f"Did you mean {near[0]}?" if near else f"`lehr sandbox trace {run}` lists them",
         )
     if as_json:
         show([{"kind": e.kind, "at": e.at, **e.fields} for e in chosen], as_json=True)
-    else:
-        show([_call(event.kind, event.fields) for event in chosen], as_json=False)
+        return
+    before = ("", "")
+    for event in chosen:
+        fields = event.fields
+        here = (str(fields.get("attempt", "")), str(fields["box"]))
+        if here[0] != before[0]:
+            click.secho(here[0] or "no attempt", bold=True)
+        if here != before:
+            click.echo(f"  {_obtained(fields)}")
+        before = here
+        click.echo(_call(event.kind, fields))
 
 
-def _call(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    mib = 1 << 20
+def _obtained(fields: Mapping[str, Any]) -> str:
+    waited = f"{1e3 * fields['queue_s']:.0f} ms in line, {1e3 * fields.get('made_s', 0.0):.0f} ms to get it"
+    purpose = f" to {fields['phase']}" if fields.get("phase") else ""
+    return f"{fields['box']}{purpose}: {fields['backend']}, {fields['obtained']}, {waited}"
+
+
+def _call(kind: str, fields: Mapping[str, Any]) -> str:
+    """Return a line of figures, and one or two of words."""
     if kind != "sandbox.exec":
-        what, verdict = f"{kind.removeprefix('sandbox.')} {fields['snapshot']}", "ok"
-    else:
-        what, verdict = fields["program"], fields["verdict"]
-    return {
-        "attempt": fields.get("attempt", ""),
-        "phase": fields.get("phase", ""),
-        "box": f"{fields['box']} ({fields['obtained']}, {1e3 * fields['queue_s']:.0f} ms)",
-        "call": " ".join(what.split())[:60],
-        "ended": verdict if verdict != "exit" else f"exit {fields['exit_code']}",
-        "wall ms": round(1e3 * fields["wall_s"]),
-        "CPU ms": round(1e3 * fields.get("cpu_s", 0.0)),
-        "MiB": round(fields.get("peak_bytes", 0) / mib, 1),
-        "read, written KiB": f"{fields.get('read_bytes', 0) >> 10}, {fields.get('written_bytes', 0) >> 10}",
-        "refused": ", ".join([*fields.get("denied", ()), *_unreached(fields)]),
-    }
+        return f"    {kind.removeprefix('sandbox.')} {fields['snapshot']}  {1e3 * fields['wall_s']:.0f} ms"
+    ended = fields["verdict"] if fields["verdict"] != "exit" else f"exit {fields['exit_code']}"
+    figures = (
+        f"{1e3 * fields['wall_s']:.0f} ms wall, {1e3 * fields['cpu_s']:.0f} ms CPU, "
+        f"{fields['peak_bytes'] / (1 << 20):.1f} MiB, {fields['read_bytes'] >> 10} KiB read, "
+        f"{fields['written_bytes'] >> 10} written"
+    )
+    lines = [f"    {ended:8} {figures}", *_folded(fields["program"])]
+    if refused := [*fields.get("denied", ()), *_unreached(fields)]:
+        lines += _folded(f"refused: {', '.join(refused)}")
+    if fields["detail"] and fields["verdict"] not in ("ok", "exit"):
+        lines += _folded(fields["detail"])
+    return "\n".join(lines)
+
+
+def _folded(text: str) -> list[str]:
+    width, indent = max(40, shutil.get_terminal_size().columns), 13 * " "
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _unreached(fields: Mapping[str, Any]) -> list[str]:
@@ -224,7 +252,9 @@ def _line(result: ExecResult) -> str:
         if item.refused:
             text += f" Not connected: {item.refused}."
     if result.detail:
-        text += f" {result.detail}"
+        text += f" {result.detail[0].upper()}{result.detail[1:]}"
+        if result.verdict == "ok":
+            text += f". Raise it with {RAISE['disk']}."
     if result.verdict in RAISE:
         text += f". Raise it with {RAISE[result.verdict]}."
     if result.truncated and result.verdict != "output":
