@@ -18,7 +18,7 @@ import termios
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lehr.sandbox import image, verdict
+from lehr.sandbox import verdict
 from lehr.sandbox.base import ExecResult, Limits
 from lehr.sandbox.channel import Answer, Channel, ChannelLost
 from lehr.sandbox.errors import SandboxError
@@ -91,7 +91,7 @@ class PipeShell:
             "op": "exec", "id": number, "shell": True, "cwd": ".", "rlimits": box.rlimits(), "nice": box.nice,
             "argv": ["/bin/bash", "--noprofile", "--norc", "-c", KEEP_ON + LOOP if terminal else LOOP],
             "terminal": terminal,
-            "env": {**image.ENVIRONMENT, "TERM": "dumb"} if terminal else image.ENVIRONMENT,
+            "env": {**box.env, "TERM": "dumb"} if terminal else box.env,
         }  # fmt: skip
         try:
             await channel.send(request, (null, out_w, err_w, command_r, status_w))
