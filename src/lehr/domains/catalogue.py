@@ -16,6 +16,7 @@ from lehr.core.task import Problem, Split
 from lehr.domains.base import DomainCard, Environment, Source
 from lehr.domains.card import BUILT_IN, find_cards
 from lehr.domains.environments import ENVIRONMENTS
+from lehr.sandbox.images.declaration import absolute
 
 
 @runtime_checkable
@@ -50,7 +51,8 @@ class Domain:
             )
         made = self._source.problem(self.card, split, index)
         name = f"{self.card.id}@{self.digest}/{split}/{index}"
-        return Problem(made.task.model_copy(update={"id": name}), made.gold)
+        image = absolute(made.task.image, self.folder.resolve())
+        return Problem(made.task.model_copy(update={"id": name, "image": image}), made.gold)
 
     def environment(self) -> Environment:
         """Return the environment that runs this domain's episodes."""

@@ -94,8 +94,8 @@ def load_task(path: Path, *, clamp: bool = False, host: HostSize | None = None) 
     """Return the task of a YAML file, to be run on ``host`` (this machine).
 
     Raises ``ConfigError`` for a file that cannot be read or a set-up step that its image does not declare; an
-    image that is found nowhere is an error when it is used. Raises ``HostUnfit`` where the task asks for more than
-    the machine has; with ``clamp``, resources are lowered to what the machine has instead.
+    image that is found nowhere is an error when it is used. Raises ``HostUnfit`` where the task asks for more
+    than the machine has; with ``clamp``, resources are lowered to what the machine has instead.
     """
     try:
         raw = yaml.safe_load(path.read_text())
@@ -111,7 +111,7 @@ def load_task(path: Path, *, clamp: bool = False, host: HostSize | None = None) 
         raise ConfigError(f"{path}: {explain(TaskFile, error)}") from error
     resources = _fit(file, host or HostSize.here(), clamp)
     image = declaration.absolute(file.sandbox.image, path.resolve().parent)
-    if file.setup and (image != file.sandbox.image or not declaration.is_declared(image)):
+    if file.setup and (declaration.locate(image) or not declaration.is_declared(image)):
         named_steps(image, file.setup)
     return Task(
         id=file.task_id,

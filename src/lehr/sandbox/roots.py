@@ -21,7 +21,7 @@ from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import image
 from lehr.sandbox.images import declaration, digests
 from lehr.sandbox.images.build import Ground, Say, build
-from lehr.sandbox.images.declaration import OWN
+from lehr.sandbox.images.declaration import OWN, Declared
 from lehr.sandbox.images.store import DIGITS, images_folder
 from lehr.sandbox.images.workshop import OWN_FOLDER
 from lehr.sandbox.launch import PATH
@@ -84,6 +84,17 @@ def make(name: str, say: Say = lambda _: None) -> Ground:
         _refuse(name, Path(name))
         return Ground(digests.of_root(Path(name)), Path(name), host=False)
     raise HostUnfit(f"there is no image {name!r}", expected=declaration.KINDS)
+
+
+def digest_of(declared: Declared) -> str:
+    """Return what names a declared image, without building it or what it stands on."""
+    base = declared.layer.base
+    if declaration.is_declared(base):
+        return digests.of_image(declared, digest_of(declaration.read(base)))
+    kind, colon, path = base.partition(":")
+    if colon and kind in KINDS:
+        return digests.of_image(declared, _digest(Path(path))[:DIGITS])
+    return digests.of_image(declared, make(base).digest)
 
 
 def identity(name: str) -> str:
@@ -162,13 +173,17 @@ def _resolves(root: Path, path: str) -> bool:
     return False
 
 
-def unpack(kind: str, archive: Path) -> Path:
-    """Return the root folder of an archive, unpacked unless that was done before."""
+def _digest(archive: Path) -> str:
     try:
         with archive.open("rb") as handle:
-            digest = hashlib.file_digest(handle, "sha256").hexdigest()
+            return hashlib.file_digest(handle, "sha256").hexdigest()
     except OSError as error:
         raise HostUnfit(f"cannot read the image {archive}: {error.strerror}", expected="an archive") from error
+
+
+def unpack(kind: str, archive: Path) -> Path:
+    """Return the root folder of an archive, unpacked unless that was done before."""
+    digest = _digest(archive)
     store = images_folder()
     root = store / digest[:DIGITS] / "rootfs"
     if root.is_dir():

@@ -2,7 +2,8 @@
 
 Each turn of the model holds one fenced ``sh`` block, which runs in a persistent shell; what it printed comes
 back as a ``tool`` message. A turn without a block, such as ``DONE``, ends the episode. The final files of the
-working folder are the evidence, or those of them that the task lists as artefacts. A task's set-up is done before.
+working folder are the evidence, or those of them that the task lists as artefacts. What the task sets up is
+there before the first turn.
 """
 
 from __future__ import annotations

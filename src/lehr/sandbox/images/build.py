@@ -35,13 +35,19 @@ rm -rf /var/lib/apt/lists/*
 """
 PLACE = """
 import json, os, shutil, sys
-for source, target in json.loads(sys.argv[1]):
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    if os.path.isdir(source):
-        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+def place(source, target):
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), target)
+    elif os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+        for name in os.listdir(source):
+            place(f"{source}/{name}", f"{target}/{name}")
     else:
         shutil.copyfile(source, target)
         os.chmod(target, 0o755 if os.stat(source).st_mode & 0o111 else 0o644)
+for source, target in json.loads(sys.argv[1]):
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    place(source, target)
 """
 Say = Callable[[str], object]
 

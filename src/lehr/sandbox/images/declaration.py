@@ -233,8 +233,7 @@ def _read(name: str, beside: Path | None, above: tuple[str, ...]) -> Declared:
     base = _base(layer.base, file.parent)
     if is_declared(base):
         steps = {**_read(base, file.parent, (*above, key)).steps, **steps}
-    shown = f"{file.stem}:{variant}" if _NAME.fullmatch(name) else key
-    return Declared(shown, file, variant, layer.model_copy(update={"base": base}), steps)
+    return Declared(f"{file.stem}:{variant}", file, variant, layer.model_copy(update={"base": base}), steps)
 
 
 def _base(name: str, folder: Path) -> str:
@@ -245,7 +244,7 @@ def _base(name: str, folder: Path) -> str:
     return absolute(name, folder)
 
 
-def _tables(file: Path) -> tuple[dict[str, Mapping[str, Any]], dict[str, Step]]:
+def _tables(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Step]]:
     """Return the images and the set-up steps of a file."""
     try:
         raw = tomllib.loads(file.read_text())
@@ -253,20 +252,22 @@ def _tables(file: Path) -> tuple[dict[str, Mapping[str, Any]], dict[str, Step]]:
         raise HostUnfit(f"cannot read the image {file}: {error.strerror}", expected="a file in TOML") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}", expected="valid TOML") from error
-    steps = raw.pop(SETUP, {})
-    for name, value in {**raw, SETUP: steps}.items():
-        if not isinstance(value, dict):
-            raise ConfigError(
-                f"{file}: {name!r} stands outside of a table",
-                expected="tables such as [base], each an image, and [setup.NAME]",
-            )
+    steps: object = raw.pop(SETUP, {})
+    tables = {name: _table(file, name, value) for name, value in raw.items()}
     named = {
-        name: resolve(
-            Step, step if isinstance(step, dict) else {"run": step}, where=f"{file}, [{SETUP}.{name}]"
-        )
-        for name, step in cast("dict[str, Any]", steps).items()
+        name: resolve(Step, _table(file, f"{SETUP}.{name}", step), where=f"{file}, [{SETUP}.{name}]")
+        for name, step in _table(file, SETUP, steps).items()
     }
-    return cast("dict[str, Mapping[str, Any]]", raw), named
+    return tables, named
+
+
+def _table(file: Path, name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{file}: {name!r} is no table, but {value!r}",
+            expected="tables such as [base], each an image, and [setup.NAME]",
+        )
+    return cast("dict[str, Any]", value)
 
 
 def _usual(file: Path, tables: Mapping[str, object]) -> str:
@@ -277,17 +278,14 @@ def _usual(file: Path, tables: Mapping[str, object]) -> str:
 
 
 def _unknown(name: str, beside: Path | None) -> HostUnfit:
-    known = [item.name for item in every(beside)]
-    near = difflib.get_close_matches(name, known, n=2)
+    near = difflib.get_close_matches(name, list(names(beside)), n=2)
     looked = ", ".join(str(folder / f"{name.partition(':')[0]}.toml") for folder in places(beside))
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Looked for {looked}."
     return HostUnfit(f"there is no image {name!r}", expected=KINDS, hint=hint)
 
 
-def every(beside: Path | None = None) -> Iterator[Declared]:
-    """Yield every image that can be named; of two of one name, the one that the name stands for. A file that
-    cannot be used is left out.
-    """
+def names(beside: Path | None = None) -> Iterator[str]:
+    """Yield every name that can be given; of a file that cannot be read, its own."""
     seen: set[str] = set()
     for folder in places(beside):
         for file in sorted(folder.glob("*.toml")):
@@ -296,10 +294,10 @@ def every(beside: Path | None = None) -> Iterator[Declared]:
             seen.add(file.stem)
             try:
                 tables, _ = _tables(file)
-                for variant in tables:
-                    yield read(f"{file.stem}:{variant}", beside)
             except (ConfigError, HostUnfit):
-                continue
+                yield file.stem
+            else:
+                yield from (f"{file.stem}:{variant}" for variant in tables)
 
 
 def _destination(where: str) -> str:

@@ -37,7 +37,7 @@ class Built:
 
     digest: of everything that it was made from. host: whether it stands on the host's system folders, so that
     ``root`` holds only what it adds. env: variables of its programs. packages: whether pip put something into
-    the folder of its own. how: ``overlay`` or ``copy``. own_bytes: what it holds beyond its base.
+    the folder of its own. how: ``overlay``, ``copy`` or ``new``. own_bytes: what it holds beyond its base.
     """
 
     name: str

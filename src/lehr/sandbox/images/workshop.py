@@ -1,8 +1,8 @@
 """The box in which an image is built: bubblewrap around the new layer, with the network of the host.
 
 Over a root folder the layer is overlayfs, mounted in a mount namespace of its own, by root or in a user
-namespace; where the kernel or the file system allows neither, it is a copy. Over the host's system folders it is
-``/opt``.
+namespace; where the kernel or the file system allows neither, it is a copy. Over the host's system folders it
+is ``/opt``.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Workshop:
 
     @property
     def how(self) -> str:
-        """``overlay`` or ``copy``."""
-        return "overlay" if self._laying else "copy"
+        """``overlay`` or ``copy``; ``new`` where there is nothing below but the host."""
+        return "overlay" if self._laying else "new" if self._base is None else "copy"
 
     def _lay_out(self) -> list[str]:
         """Prepare the new layer; return the command that mounts it, or nothing where it is a copy."""
@@ -148,7 +148,7 @@ class Workshop:
             out = subprocess.DEVNULL if quiet else log
             return subprocess.run(
                 argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=timeout_s, env={"PATH": PATH},
-                cwd=self._folder,
+                cwd=self._folder, umask=0o022,
             ).returncode  # fmt: skip
 
     def _last(self, start: int) -> str:
