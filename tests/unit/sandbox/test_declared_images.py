@@ -108,6 +108,8 @@ def test_a_variant_on_another_adds_changes_and_removes(home: Path) -> None:
     declare(
         home,
         f"""
+        [plain]
+        env = {{ GREETING = "hello" }}
         [base]
         pip = ["{wheel(home / "images")}"]
         run = ["mkdir /opt/a; echo 1 > /opt/a/kept; echo 1 > /opt/a/changed; echo 1 > /opt/gone; mkdir /opt/b"]
@@ -121,6 +123,8 @@ def test_a_variant_on_another_adds_changes_and_removes(home: Path) -> None:
     assert thing == "thing 1.0\n"
     assert full == "==> a/changed <==\n1\n2\n\n==> a/kept <==\n1\n\n==> b/new <==\n2\n"
     base, *_ = in_boxes("env", listing)
+    told, *_ = in_boxes("env:plain", ["python3", "-c", "import os; print(os.environ['GREETING'])"])
+    assert told == "hello\n"
     assert "gone" in base and "b/new" not in base and base.count("2") == 0, "the base is as it was"
 
 
@@ -419,7 +423,7 @@ def test_apt_needs_root(home: Path, root: Path, monkeypatch: pytest.MonkeyPatch)
 def test_debian_packages_are_installed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     base = os.environ["LEHR_TEST_ROOT"]
-    declare(home, f'[base]\nbase = "{base}"\napt = ["hello"]\npip = ["iniconfig==2.0.0"]')
+    declare(home, f'[base]\nbase = "{base}"\napt = ["python3", "hello"]\npip = ["iniconfig==2.0.0"]')
     said = in_boxes("env", ["hello"], ["python3", "-c", "import iniconfig; print('there')"])
     assert said[0] == "Hello, world!\n" and said[1] == "there\n"
 

@@ -138,7 +138,7 @@ def _only_builder(digest: str, name: str, say: Say) -> Generator[None]:
 def _build(declared: Declared, ground: Ground, digest: str, folder: Path, say: Say) -> Built:
     begun, layer, log = time.monotonic(), declared.layer, store.log_of(digest)
     log.write_text(f"{declared.key}, digest {digest}, on {layer.base}\n")
-    shop = Workshop(folder, ground.root, log, host=ground.host)
+    shop = Workshop(declared.name, folder, ground.root, log, host=ground.host)
     env = {**ground.env, **layer.env}
     if layer.apt:
         say(f"apt: {' '.join(layer.apt)}")

@@ -28,6 +28,8 @@ ROOT = "rootfs"
 BUILDING, REMOVING = "building-", "removing-"
 SWEEP_AFTER_S = 10.0
 """How old what nobody holds must be: its maker may just be about to lock it."""
+KEEP_LOGS_S = 7 * 86_400.0
+"""How long the log of a build is kept whose image is not there."""
 DIGITS = 32
 
 
@@ -156,6 +158,10 @@ def make_ready() -> None:
     for pattern in (BUILDING, REMOVING):
         for folder in store.glob(f"{pattern}*"):
             _sweep(folder)
+    for log in (store / "logs").glob("*.log"):
+        with contextlib.suppress(OSError):
+            if not (store / log.stem).exists() and time.time() - log.stat().st_mtime > KEEP_LOGS_S:
+                log.unlink()
 
 
 def _sweep(folder: Path) -> None:

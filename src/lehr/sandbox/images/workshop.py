@@ -55,11 +55,12 @@ class BuildFailed(SandboxError):
 class Workshop:
     """Life cycle: made in an empty folder, :meth:`do` for each step, :meth:`finish`.
 
-    base: the root folder of what the image stands on; None for the bare host. host: whether the host's system
+    name: of the image, for errors. base: the root folder of what the image stands on; None for the bare host. host: whether the host's system
     folders are below it all. log: what steps print goes there.
     """
 
-    def __init__(self, folder: Path, base: Path | None, log: Path, *, host: bool) -> None:
+    def __init__(self, name: str, folder: Path, base: Path | None, log: Path, *, host: bool) -> None:
+        self._name = name
         self._folder = folder
         self._base = base
         self._host = host
@@ -123,7 +124,7 @@ class Workshop:
             status = self._run([*self._laying, *self._box(binds or {}, env), "--", *argv], timeout_s)
         except subprocess.TimeoutExpired as error:
             raise BuildFailed(
-                f"the step {step!r} took more than {timeout_s:g} s; it last said: {self._last(start)}",
+                f"the step {step!r} of {self._name} took more than {timeout_s:g} s; it last said: {self._last(start)}",
                 expected="a step that ends in time",
                 hint=f"Raise `timeout` of the image. {self._look()}",
             ) from error
@@ -131,7 +132,7 @@ class Workshop:
         self._note(f"== {time.monotonic() - begun:.1f} s, exit {status}")
         if status != 0:
             raise BuildFailed(
-                f"the step {step!r} ended with exit code {status}; it last said: {last}",
+                f"the step {step!r} of {self._name} ended with exit code {status}; it last said: {last}",
                 expected="exit code 0",
                 hint=self._look(),
             )
