@@ -55,8 +55,8 @@ class BuildFailed(SandboxError):
 class Workshop:
     """Life cycle: made in an empty folder, :meth:`do` for each step, :meth:`finish`.
 
-    name: of the image, for errors. base: the root folder of what the image stands on; None for the bare host. host: whether the host's system
-    folders are below it all. log: what steps print goes there.
+    name: of the image, for errors. base: the root folder of what the image stands on; None for the bare host.
+    host: whether the host's system folders are below it all. log: what steps print goes there.
     """
 
     def __init__(self, name: str, folder: Path, base: Path | None, log: Path, *, host: bool) -> None:
@@ -124,7 +124,8 @@ class Workshop:
             status = self._run([*self._laying, *self._box(binds or {}, env), "--", *argv], timeout_s)
         except subprocess.TimeoutExpired as error:
             raise BuildFailed(
-                f"the step {step!r} of {self._name} took more than {timeout_s:g} s; it last said: {self._last(start)}",
+                f"the step {step!r} of {self._name} took more than {timeout_s:g} s; "
+                f"it last said: {self._last(start)}",
                 expected="a step that ends in time",
                 hint=f"Raise `timeout` of the image. {self._look()}",
             ) from error
