@@ -13,7 +13,7 @@ import json
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from lehr.sandbox import roots
 from lehr.sandbox.base import Box, Boxes, ExecResult, Snapshot, Spec
@@ -63,13 +63,17 @@ class _State:
         return bool(getattr(self.snapshot, "lost", False))
 
 
-@dataclass(slots=True)
 class _Flight:
-    """A state that is being made. waiting: how many wait for it, each of whom will be a user."""
+    """A state that is being made. waiting: how many wait for ``landed``, each of whom will be a user of it."""
 
-    task: asyncio.Task[None] | None = None
-    waiting: int = 0
-    state: _State | None = None
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.landed: asyncio.Future[_State] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell everybody who waits; there may be nobody any more."""
+        self.landed.set_exception(error)
+        self.landed.exception()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +87,14 @@ class _Plan:
 
 @dataclass(slots=True)
 class Counts:
-    """made: steps that were run. reused: times that a state was there, or being made by another."""
+    """made: steps that were run. reused: times that a state was there, or being made for another. bytes: what
+    is kept.
+    """
 
     made: int = 0
     reused: int = 0
     discarded: int = 0
-    bytes: int = field(default=0)
+    bytes: int = 0
 
 
 class SetUps:
@@ -104,6 +110,7 @@ class SetUps:
         self._most_bytes = most_bytes
         self._states: OrderedDict[str, _State] = OrderedDict()
         self._flights: dict[str, _Flight] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._images: dict[str, asyncio.Task[str]] = {}
         self._closed = False
         self.counts = Counts()
@@ -159,39 +166,41 @@ class SetUps:
         flight = self._flights.get(key)
         if flight is None:
             self._flights[key] = flight = _Flight()
-            flight.task = asyncio.get_running_loop().create_task(self._fly(flight, plan, number))
-            flight.task.add_done_callback(_heard)
+            task = asyncio.get_running_loop().create_task(self._fly(flight, plan, number))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         else:
             self.counts.reused += 1
-        assert flight.task is not None
         flight.waiting += 1
         try:
-            await asyncio.shield(flight.task)
-        except BaseException as error:
-            if flight.state is not None:
-                flight.state.users -= 1
+            return await asyncio.shield(flight.landed)
+        except asyncio.CancelledError:
+            if flight.landed.done() and flight.landed.exception() is None:
+                flight.landed.result().users -= 1
             else:
                 flight.waiting -= 1
-            if isinstance(error, asyncio.CancelledError) and flight.task.cancelled() and self._closed:
-                raise SandboxError("the pool was closed while a set-up ran") from error
             raise
-        assert flight.state is not None
-        return flight.state
 
     async def _fly(self, flight: _Flight, plan: _Plan, number: int) -> None:
-        """Make one state and keep it."""
+        """Make one state and keep it. The boundary at which a failure becomes that of all who wait."""
         key = plan.keys[number]
         try:
             with on_behalf_of(phase="setup"):
                 snapshot = await self._make(plan, number)
+        except asyncio.CancelledError:
+            flight.fail(SandboxError("the pool was closed while a set-up ran"))
+            raise
+        except Exception as error:
+            flight.fail(error)
+            return
         finally:
             del self._flights[key]
         state = _State(snapshot, int(getattr(snapshot, "size_bytes", 0)), flight.waiting)
-        flight.state = state
         old = self._states.pop(key, None)
         self._states[key] = state
         self.counts.made += 1
         self.counts.bytes += state.size_bytes
+        flight.landed.set_result(state)
         if old is not None:
             await self._discard(old)
         await self._shrink()
@@ -232,19 +241,13 @@ class SetUps:
     async def close(self) -> None:
         """Stop what runs and discard every state."""
         self._closed = True
-        flights = [flight.task for flight in self._flights.values() if flight.task is not None]
-        for task in flights:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*flights, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         while self._states:
             _, state = self._states.popitem()
             await self._discard(state)
-
-
-def _heard(task: asyncio.Task[None]) -> None:
-    """Take note of how a task ended that nobody may be waiting for any more."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _keys(image: str, spec: Spec, setup: Setup) -> tuple[str, ...]:

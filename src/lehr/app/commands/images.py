@@ -80,7 +80,8 @@ def remove(name: str) -> None:
     found = [
         (folder, built)
         for folder, built in store.kept()
-        if (built and built.key == key) or (len(name) >= 6 and folder.name.startswith(name))
+        if (built and (built.key == key if key else built.name == name))
+        or (len(name) >= 6 and folder.name.startswith(name))
     ]
     if not found:
         known = {built.name if built else folder.name[:12] for folder, built in store.kept()}

@@ -198,10 +198,10 @@ def absolute(name: str, beside: Path) -> str:
     if place := locate(name, beside):
         file, variant = place
         return f"{file}:{variant}" if variant else str(file)
-    kind, colon, path = name.rpartition(":")
-    if (colon and kind in RESERVED) or (not colon and "/" in name):
-        return f"{kind}{colon}{beside.joinpath(path).resolve()}"
-    return name
+    kind, colon, path = name.partition(":")
+    if colon and kind in RESERVED:
+        return f"{kind}:{beside.joinpath(path).resolve()}"
+    return str(beside.joinpath(name).resolve()) if "/" in name else name
 
 
 def read(name: str, beside: Path | None = None) -> Declared:

@@ -121,14 +121,14 @@ def remove(folder: Path) -> None:
 def discard(folder: Path) -> None:
     """Remove a folder, also the parts of it that its own user may not read."""
 
-    def open_up(call: Callable[..., Any], path: str, _: object) -> None:
+    def open_up(_: Callable[..., Any], path: str, __: object) -> None:
         with contextlib.suppress(OSError):
             os.chmod(os.path.dirname(path), stat.S_IRWXU)
-            if call in (os.scandir, os.open, os.lstat):
+            if os.path.isdir(path) and not os.path.islink(path):  # a file may be shared by another image
                 os.chmod(path, stat.S_IRWXU)
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                call(path)
+                os.unlink(path)
 
     shutil.rmtree(folder, onerror=open_up)
 
