@@ -16,7 +16,7 @@ from lehr.sandbox import image
 from lehr.sandbox.images import digests, store
 from lehr.sandbox.images.declaration import Declared, is_archive
 from lehr.sandbox.images.store import Built
-from lehr.sandbox.images.workshop import OWN_FOLDER, SHOP, Workshop, need_root, own_pip
+from lehr.sandbox.images.workshop import OWN_FOLDER, SHOP, BuildFailed, Workshop, need_root, own_pip
 
 SITE = f"/{OWN_FOLDER}/lehr/site"
 """Where pip puts packages of an image that stands on the host, whose own folders are read-only."""
@@ -165,7 +165,14 @@ def _build(declared: Declared, ground: Ground, digest: str, folder: Path, say: S
     target = folder / "image"
     target.mkdir()
     target.chmod(0o755)
-    own_bytes = shop.finish(target)
+    try:
+        own_bytes = shop.finish(target)
+    except OSError as error:
+        raise BuildFailed(
+            f"cannot put {declared.name} together: {error}",
+            expected="files that this user can read, and room for the layer",
+            hint=f"What its steps printed is in {log}.",
+        ) from error
     built = Built(
         name=declared.name,
         key=declared.key,

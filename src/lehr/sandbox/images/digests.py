@@ -28,9 +28,7 @@ def of_root(root: Path) -> str:
     small system.
     """
     digest = hashlib.sha256()
-    for path, name in _walk(str(root), ""):
-        if name.split("/", 1)[0] in OWN:
-            continue
+    for path, name in _walk(str(root), "", OWN):
         info = os.lstat(path)
         words = [name, info.st_mode]
         if stat.S_ISLNK(info.st_mode):
@@ -67,9 +65,18 @@ def _of_content(declared: Declared, source: str) -> str:
             expected=f"a file or folder at {top}",
             hint=f"Put it there, or correct {declared.file}.",
         )
+    try:
+        return _of_tree(str(top))
+    except OSError as error:
+        raise ConfigError(
+            f"{declared.name} names {source!r}, which cannot be read: {error}", expected="files of this user"
+        ) from error
+
+
+def _of_tree(top: str) -> str:
     digest = hashlib.sha256()
-    for path, name in (*_walk(str(top), ""), (str(top), "")):
-        info = os.lstat(path)
+    for path, name in (*_walk(top, ""), (top, "")):
+        info = os.lstat(path) if name else os.stat(path)
         if stat.S_ISLNK(info.st_mode):
             what = f"link {os.readlink(path)}"
         elif stat.S_ISREG(info.st_mode):
@@ -81,11 +88,17 @@ def _of_content(declared: Declared, source: str) -> str:
     return digest.hexdigest()
 
 
-def _walk(folder: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the path and the name of everything below a folder, in a fixed order. Follows no link."""
-    if not os.path.isdir(folder) or (name and os.path.islink(folder)):
+def _walk(folder: str, name: str, without: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
+    """Yield the path and the name of everything below a folder, in a fixed order. Follows no link; what is in a
+    folder that this user may not read is left out.
+    """
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except (NotADirectoryError, PermissionError):
         return
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+    for entry in entries:
+        if entry.name in without:
+            continue
         inner = f"{name}/{entry.name}" if name else entry.name
         yield entry.path, inner
         if entry.is_dir(follow_symlinks=False):

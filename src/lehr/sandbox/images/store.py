@@ -103,8 +103,12 @@ def kept() -> list[tuple[Path, Built | None]]:
     store = images_folder()
     if not store.is_dir():
         return []
-    folders = [path for path in sorted(store.iterdir()) if len(path.name) == DIGITS and (path / ROOT).is_dir()]
+    folders = [path for path in sorted(store.iterdir()) if _is_image(path)]
     return [(path, find(path.name)) for path in folders]
+
+
+def _is_image(path: Path) -> bool:
+    return len(path.name) == DIGITS and ((path / ROOT).is_dir() or (path / FACTS).is_file())
 
 
 def remove(folder: Path) -> None:

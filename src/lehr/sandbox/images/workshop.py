@@ -21,6 +21,7 @@ from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import image
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.images import merge
+from lehr.sandbox.images.declaration import OWN
 from lehr.sandbox.images.store import ROOT
 from lehr.sandbox.launch import PATH
 
@@ -90,9 +91,13 @@ class Workshop:
         laying = self._mounting()
         if laying and self._run([*laying, "true"], TRY_S, quiet=True) == 0:
             return laying
-        copy = ["cp", "-a", "--reflink=auto", f"{self._base}/.", "merged"]
-        if self._run(copy, COPY_S) != 0 and os.geteuid() == 0:
-            raise BuildFailed(f"cannot copy {self._base}", expected="room for a copy of it", hint=self._look())
+        held = [str(path) for path in self._base.iterdir() if path.name not in OWN]
+        if held and self._run(["cp", "-a", "--reflink=auto", "--", *held, "merged"], COPY_S) != 0:
+            raise BuildFailed(
+                f"cannot copy {self._base}, on which {self._name} stands",
+                expected="a folder that this user can read, and room for a copy of it",
+                hint=self._look(),
+            )
         return []
 
     def _mounting(self) -> list[str]:
@@ -120,16 +125,14 @@ class Workshop:
         """
         self._note(f"\n== {step}")
         begun, start = time.monotonic(), self._log.stat().st_size
-        try:
-            status = self._run([*self._laying, *self._box(binds or {}, env), "--", *argv], timeout_s)
-        except subprocess.TimeoutExpired as error:
+        status = self._run([*self._laying, *self._box(binds or {}, env), "--", *argv], timeout_s)
+        last = self._last(start)
+        if status is None:
             raise BuildFailed(
-                f"the step {step!r} of {self._name} took more than {timeout_s:g} s; "
-                f"it last said: {self._last(start)}",
+                f"the step {step!r} of {self._name} took more than {timeout_s:g} s; it last said: {last}",
                 expected="a step that ends in time",
                 hint=f"Raise `timeout` of the image. {self._look()}",
-            ) from error
-        last = self._last(start)
+            )
         self._note(f"== {time.monotonic() - begun:.1f} s, exit {status}")
         if status != 0:
             raise BuildFailed(
@@ -145,13 +148,17 @@ class Workshop:
     def _look(self) -> str:
         return f"All of it is in {self._log}."
 
-    def _run(self, argv: Sequence[str], timeout_s: float, *, quiet: bool = False) -> int:
+    def _run(self, argv: Sequence[str], timeout_s: float, *, quiet: bool = False) -> int | None:
+        """Run a program in the folder of the build; return its status, or None if it was ended for its time."""
         with self._log.open("ab") as log:
             out = subprocess.DEVNULL if quiet else log
-            return subprocess.run(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=timeout_s, env={"PATH": PATH},
-                cwd=self._folder, umask=0o022,
-            ).returncode  # fmt: skip
+            try:
+                return subprocess.run(
+                    argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=timeout_s,
+                    env={"PATH": PATH}, cwd=self._folder, umask=0o022,
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return None
 
     def _last(self, start: int) -> str:
         """Return the last lines that were printed since the log was ``start`` bytes long."""
@@ -219,7 +226,7 @@ class Workshop:
         return ["--ro-bind", ours, place]
 
     def finish(self, target: Path) -> int:
-        """Make the image's root folder ``target`` from what was built; return the bytes of the new layer."""
+        """Make the image's root folder in ``target`` from what was built; return the bytes of the new layer."""
         merged = self._folder / "merged"
         if self._laying and self._base is not None:
             return merge.merge(self._base, self._folder / "upper", target / ROOT)
