@@ -194,7 +194,7 @@ class SetUps:
             flight.fail(error)
             return
         finally:
-            del self._flights[key]
+            self._flights.pop(key, None)
         state = _State(snapshot, int(getattr(snapshot, "size_bytes", 0)), flight.waiting)
         old = self._states.pop(key, None)
         self._states[key] = state

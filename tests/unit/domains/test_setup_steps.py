@@ -43,6 +43,7 @@ run = ["mkdir deps; cp /opt/cache/words.py deps/", "echo restored >> log"]
 run = [
     "python3 -m compileall -q -b deps src",
     "cd deps && python3 -m zipfile -c ../deps.zip words.pyc && cd .. && rm -r deps",
+    "echo ZERO = 0 > kept.py",
     "python3 src/main.pyc > built; echo compiled >> log",
 ]
 timeout = 30
@@ -66,7 +67,8 @@ reward: [run_unit_tests]
 """
 GOLD = Gold(("",), {"entry": "f", "tests": [{"args": [2], "want": 6}, {"args": [3], "want": 9}]})
 SOLUTION = (
-    "import sys\nsys.path.insert(0, '/work/deps.zip')\nimport words\ndef f(x):\n    return x * words.COUNT\n"
+    "import sys\nsys.path.append('/work/deps.zip')\nimport words, kept\n"
+    "def f(x):\n    return x * words.COUNT + kept.ZERO\n"
 )
 
 
@@ -121,7 +123,7 @@ def test_set_up_runs_once_for_several_episodes_and_their_judges(folder: Path) ->
             plays = [play(task, pool, write, sh("echo spoilt > deps.zip"), "DONE") for _ in range(3)]
             for seen, evidence in await asyncio.gather(*plays):
                 said = seen[0].messages[0].content.split()
-                assert said == ["restored", "compiled", "3", "built", "deps.zip", "log", "solution.py", "src"]
+                assert " ".join(said) == "restored compiled 3 built deps.zip kept.py log solution.py src"
                 assert evidence.files == {"solution.py": SOLUTION.encode()}, "artefacts alone"
                 reward = await judge(task, evidence, GOLD, pool)
                 assert isinstance(reward, Valid) and reward.value == 1.0, (
@@ -131,7 +133,7 @@ def test_set_up_runs_once_for_several_episodes_and_their_judges(folder: Path) ->
             await pool.close()
 
     asyncio.run(run())
-    assert len(events.steps()) == 5, "each command of both steps, once"
+    assert len(events.steps()) == 6, "each command of both steps, once"
     restored = [event["obtained"] for event in events.seen if event.get("program", "").startswith("shell")]
     assert set(restored) == {"snapshot"}
 
@@ -228,7 +230,7 @@ def run_group(folder: Path, setup: list[str], size: int) -> tuple[list[Reward], 
 
 def test_attempts_of_a_domain_share_its_set_up(folder: Path) -> None:
     rewards, events = run_group(folder, ["restore_dependency_cache", "compile_project"], 4)
-    assert len(events.steps()) == 5
+    assert len(events.steps()) == 6
     assert all(isinstance(reward, Valid) for reward in rewards), rewards
     shown = {event["program"] for event in events.seen if event.get("program", "").startswith("shell")}
     assert shown == {"shell: cat log"}

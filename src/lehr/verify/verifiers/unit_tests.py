@@ -29,8 +29,8 @@ CALL_CPU_S = 1
 CALL_WALL_S = 4.0
 EXEC_WALL_S = 10.0
 BOX_S = 300.0
-OWN_PYTHON = ("python3", "-B")
-"""In an image of the task's own, also what it has installed and what its set-up left in the working folder."""
+OWN_PYTHON = ("python3", "-I", "-B")
+"""In an image of the task's own, with what it has installed."""
 PROBE = "def probe():\n    return 1\n"
 
 
@@ -95,6 +95,7 @@ async def _run(
 ) -> tuple[ExecResult, dict[int, Any] | None]:
     """Run once; None instead of results if the runner never said that it is ready."""
     nonce = secrets.token_hex(16)
+    own = task.image != "host" or bool(task.setup)
     request = {
         "nonce": nonce,
         "source": source,
@@ -102,8 +103,8 @@ async def _run(
         "calls": [[inside_box.encode(value) for value in arguments] for arguments in calls],
         "call_s": CALL_CPU_S,
         "wall_s": CALL_WALL_S,
+        "surroundings": own,
     }
-    own = task.image != "host" or bool(task.setup)
     leased = lease_for(boxes, task, timeout_s=BOX_S) if own else boxes.lease(Spec())
     async with leased as box:
         result = await box.exec(
