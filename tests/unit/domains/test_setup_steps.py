@@ -27,6 +27,7 @@ from lehr.model.chat import ChatRenderer
 from lehr.model.tokenizer import ByteTokenizer
 from lehr.rollout.agent import AgentLoop
 from lehr.rollout.group import GroupPlan, GroupRunner
+from lehr.sandbox.images import store
 from lehr.sandbox.pool import Pool
 from lehr.sandbox.setups import SetupFailed
 from lehr.verify.compose import judge
@@ -213,6 +214,9 @@ def run_group(folder: Path, setup: list[str], size: int) -> tuple[list[Reward], 
     )
     domain = Domain(load(DomainCard, folder / "domain.toml"), folder)
     domain.__dict__["_source"] = Logs()
+    said: list[str] = []
+    domain.make_ready(said.append)
+    assert said[0] == "building build-env:base" and len(store.kept()) == 1
     events = Events()
 
     async def run() -> list[Reward]:
@@ -226,6 +230,11 @@ def run_group(folder: Path, setup: list[str], size: int) -> tuple[list[Reward], 
             await pool.close()
 
     return asyncio.run(run()), events
+
+
+def test_a_domain_whose_step_is_not_declared_is_refused_before_a_run(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="declares no set-up step 'nothing'"):
+        run_group(folder, ["nothing"], 1)
 
 
 def test_attempts_of_a_domain_share_its_set_up(folder: Path) -> None:
