@@ -98,8 +98,11 @@ def digest_of(declared: Declared) -> str:
 
 
 def identity(name: str) -> str:
-    """Return what names the content of an image. Makes it, as :func:`find` does."""
-    return make(name).digest
+    """Return what names the content of an image. Makes it, as :func:`find` does; the name itself where only a
+    backend can know it.
+    """
+    unknown = declaration.is_declared(name) and declaration.locate(name) is None
+    return name if unknown else make(name).digest
 
 
 def _of_host() -> Image:

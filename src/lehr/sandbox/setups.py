@@ -100,8 +100,9 @@ class Counts:
 class SetUps:
     """Owns kept states. Life cycle: made anywhere, used in a running loop, ended by :meth:`close`.
 
-    boxes: where steps run. most, most_bytes: what is kept at most; those unused longest go first, but never the
-    last one that was used, however large it is, nor one that somebody is restoring. The bytes are memory.
+    boxes: where steps run; their snapshots may have ``size_bytes`` and ``lost``. most, most_bytes: what is kept
+    at most; those unused longest go first, but never the last one that was used, however large it is, nor one
+    that somebody is restoring. With bwrap the bytes are memory.
     """
 
     def __init__(self, boxes: Boxes, *, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
