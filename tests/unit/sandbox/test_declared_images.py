@@ -299,6 +299,16 @@ def test_requirements_that_are_read(entry: str) -> None:
     assert declaration.Layer(pip=(entry,)).pip == (entry,)
 
 
+def test_the_declaration_of_the_documentation_is_read(home: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text()
+    declare(home, text.split("```toml\n")[1].split("```")[0], "build-env")
+    full = declaration.read("build-env:full")
+    assert list(full.steps) == ["restore_dependency_cache", "compile_project"]
+    assert full.layer.base == f"{home.resolve()}/images/build-env.toml:base"
+    assert declaration.read("build-env").layer.loose == ["python3", "libc6-dev", "make"]
+    assert declaration.read("build-env:light").layer.base == "host"
+
+
 def test_what_is_not_pinned_is_named() -> None:
     layer = declaration.Layer(apt=("gcc", "make=4.3-4"), pip=("a>=1", "b==2", "c-1.whl"))
     assert layer.loose == ["gcc", "a>=1"]

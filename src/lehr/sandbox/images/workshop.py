@@ -127,13 +127,14 @@ class Workshop:
         begun, start = time.monotonic(), self._log.stat().st_size
         status = self._run([*self._laying, *self._box(binds or {}, env), "--", *argv], timeout_s)
         last = self._last(start)
+        ended = "ended for its time" if status is None else f"exit {status}"
+        self._note(f"\n== {time.monotonic() - begun:.1f} s, {ended}")
         if status is None:
             raise BuildFailed(
                 f"the step {step!r} of {self._name} took more than {timeout_s:g} s; it last said: {last}",
                 expected="a step that ends in time",
                 hint=f"Raise `timeout` of the image. {self._look()}",
             )
-        self._note(f"== {time.monotonic() - begun:.1f} s, exit {status}")
         if status != 0:
             raise BuildFailed(
                 f"the step {step!r} of {self._name} ended with exit code {status}; it last said: {last}",
