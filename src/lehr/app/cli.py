@@ -40,6 +40,7 @@ COMMANDS: dict[str, Entry] = {
     "eval": Entry("eval_:eval_", "Measure a model on domains"),
     "domains": Entry("domains:domains", "List, show and make domains"),
     "sandbox": Entry("sandbox:sandbox", "Run one command in a box"),
+    "images": Entry("images:images", "Build, list and remove the images of boxes"),
     "runs": Entry("runs:runs", "List, show and resume runs"),
     "report": Entry("report:report", "Write a run's report again from its record"),
     "models": Entry("models:models", "Fetch and convert models"),

@@ -107,6 +107,7 @@ class Task(BaseModel):
     id: ``domain@digest/split/index``; the same id always names the same task.
     files: placed in the working folder of the episode's box before the first turn.
     artifacts: paths, relative to the working folder, that the verifier is given.
+    allow_hosts: what its boxes may reach, as :class:`lehr.sandbox.base.Spec` has it.
     max_turns, max_tokens: completions per episode, and new tokens per completion.
     stop: strings that end a completion.
     """
@@ -118,6 +119,7 @@ class Task(BaseModel):
     tools: tuple[ToolSpec, ...] = ()
     files: dict[str, str] = Field(default_factory=dict[str, str])
     image: str = "host"
+    allow_hosts: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     artifacts: tuple[str, ...] = ()
     reward: tuple[RewardTerm, ...] = ()

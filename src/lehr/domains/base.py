@@ -30,6 +30,12 @@ class DomainCard(Config):
     """Passed to the generator."""
     environment: str = "answer"
     """Name of a registered environment."""
+    image: str = "host"
+    """What boxes are made from; may be declared in ``images`` beside the file."""
+    allow_hosts: tuple[str, ...] = ()
+    """Hosts that its boxes may reach, the judges' too."""
+    setup: tuple[str, ...] = ()
+    """Named steps of the image, run in order before the first turn, on the task's files."""
     reward: tuple[RewardTerm, ...]
     reward_range: tuple[float, float] = (0.0, 1.0)
     pass_at: float = 0.999

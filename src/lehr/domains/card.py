@@ -53,9 +53,14 @@ def _folders(path: Path) -> Iterator[Path]:
 def task_of(
     card: DomainCard, split: Split, index: int, *, system: str, user: str, level: int = 0, **fields: Any
 ) -> Task:
-    """Return a task with the card's limits and terms, and a system and a user message. The catalogue puts
-    the digest of the domain into its id.
+    """Return a task with the card's limits, surroundings and terms, and a system and a user message. The
+    catalogue puts the digest of the domain into its id.
     """
+    surroundings: dict[str, Any] = {
+        "image": card.image,
+        "setup": card.setup,
+        "allow_hosts": card.allow_hosts,
+    }
     return Task(
         id=f"{card.id}/{split}/{index}",
         domain=card.id,
@@ -66,5 +71,5 @@ def task_of(
         max_turns=card.max_turns,
         max_tokens=card.max_tokens,
         level=level,
-        **fields,
+        **{**surroundings, **fields},
     )

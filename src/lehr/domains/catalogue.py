@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
@@ -16,6 +16,9 @@ from lehr.core.task import Problem, Split
 from lehr.domains.base import DomainCard, Environment, Source
 from lehr.domains.card import BUILT_IN, find_cards
 from lehr.domains.environments import ENVIRONMENTS
+from lehr.sandbox import roots
+from lehr.sandbox.images import declaration
+from lehr.sandbox.taskbox import named_steps
 
 
 @runtime_checkable
@@ -50,11 +53,22 @@ class Domain:
             )
         made = self._source.problem(self.card, split, index)
         name = f"{self.card.id}@{self.digest}/{split}/{index}"
-        return Problem(made.task.model_copy(update={"id": name}), made.gold)
+        image = declaration.absolute(made.task.image, self.folder.resolve())
+        return Problem(made.task.model_copy(update={"id": name, "image": image}), made.gold)
 
     def environment(self) -> Environment:
         """Return the environment that runs this domain's episodes."""
         return ENVIRONMENTS.get(self.card.environment)
+
+    def make_ready(self, say: Callable[[str], object] = lambda _: None) -> None:
+        """Build the image that the domain's boxes are made from, if a file declares one; ``say`` hears what is
+        done. Raises ``ConfigError`` for a set-up step that is not declared, and what building raises.
+        """
+        image = declaration.absolute(self.card.image, self.folder.resolve())
+        if self.card.setup:
+            named_steps(image, self.card.setup)
+        if declaration.locate(image):
+            roots.make(image, say)
 
     @cached_property
     def digest(self) -> str:

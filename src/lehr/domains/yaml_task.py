@@ -10,6 +10,9 @@
       - run_unit_tests { weight: 1.0 }
       - run_static_checks: {weight: 0.3}
 
+``image`` may be declared in ``images`` beside the file; ``setup`` names steps that its declaration has
+(:mod:`lehr.sandbox.images.declaration`), which are run before the first turn.
+
 Optional besides these: ``instruction``, ``domain``, ``files``, ``artifacts``, ``max_turns``, ``max_tokens``.
 """
 
@@ -30,6 +33,9 @@ from pydantic import Field, ValidationError
 from lehr.core.config import Config, explain
 from lehr.core.errors import ConfigError, HostUnfit
 from lehr.core.task import Message, Resources, RewardTerm, Task
+from lehr.sandbox.egress import Rule
+from lehr.sandbox.images import declaration
+from lehr.sandbox.taskbox import named_steps
 
 CLAMP = "--clamp-resources"
 
@@ -38,7 +44,9 @@ class SandboxSection(Config):
     """The section ``sandbox``."""
 
     image: str = "host"
-    """What the box is made from."""
+    """What the box is made from; a relative path starts at the file."""
+    allow_hosts: tuple[str, ...] = ()
+    """Hosts that the task's boxes may reach, the judge's too."""
     resources: Resources = Field(default_factory=lambda: Resources.model_validate({}))
     """What it may use."""
 
@@ -57,7 +65,7 @@ class TaskFile(Config):
     timeout: float = Field(30.0, gt=0)
     """Seconds for the whole episode."""
     setup: tuple[str, ...] = ()
-    """Named steps of the image, run before the first turn."""
+    """Named steps of the image, run in order before the first turn, on the files."""
     reward: tuple[RewardTerm, ...] = Field(min_length=1)
     """Terms by which it is judged."""
     files: dict[str, str] = Field(default_factory=dict[str, str])
@@ -88,8 +96,9 @@ class HostSize:
 def load_task(path: Path, *, clamp: bool = False, host: HostSize | None = None) -> Task:
     """Return the task of a YAML file, to be run on ``host`` (this machine).
 
-    Raises ``ConfigError`` for a file that cannot be read, and ``HostUnfit`` where the task asks for more than
-    the machine has; with ``clamp``, resources are lowered to what the machine has instead.
+    Raises ``ConfigError`` for a file that cannot be read or a set-up step that its image does not declare; an
+    image that is found nowhere is an error when it is used. Raises ``HostUnfit`` where the task asks for more
+    than the machine has; with ``clamp``, resources are lowered to what the machine has instead.
     """
     try:
         raw = yaml.safe_load(path.read_text())
@@ -103,13 +112,19 @@ def load_task(path: Path, *, clamp: bool = False, host: HostSize | None = None) 
         file = TaskFile.model_validate(dict(cast("Mapping[str, Any]", raw)))
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(TaskFile, error)}") from error
+    for text in file.sandbox.allow_hosts:
+        Rule.parse(text)
     resources = _fit(file, host or HostSize.here(), clamp)
+    image = declaration.absolute(file.sandbox.image, path.resolve().parent)
+    if file.setup and (declaration.locate(image) or not declaration.is_declared(image)):
+        named_steps(image, file.setup)
     return Task(
         id=file.task_id,
         domain=file.domain,
         messages=(Message(role="user", content=file.instruction or file.task_id),),
         files=file.files,
-        image=file.sandbox.image,
+        image=image,
+        allow_hosts=file.sandbox.allow_hosts,
         setup=file.setup,
         artifacts=file.artifacts,
         reward=file.reward,

@@ -60,6 +60,8 @@ def try_run(
     else:
         names = [domain] if domain else list(recipe.domains)
         opened = [open_domain(name, recipe.domain_paths) for name in names]
+        for each_domain in opened:
+            each_domain.make_ready(observer.note)
         each = count if domain else 1
         work = [(d.problem("heldout", i).task, d, i) for d in opened for i in range(each)]
     before, after = (asyncio.run(_answers(model, work)) for model in models)

@@ -45,6 +45,8 @@ def evaluate_model(
     """
     observer = observer or Silent()
     suite = Suite({name: open_domain(name, domain_paths) for name in domains}, split, count, seed)
+    for domain in suite.domains.values():
+        domain.make_ready(observer.note)
     folder = locate_model(model, observer)
     results = asyncio.run(_measure(folder, suite, concurrency, observer))
     return [_row(name, [r for r in results if r.domain == name]) for name in domains]

@@ -61,10 +61,17 @@ def check_recipe(recipe: Recipe) -> None:
         open_domain(name, recipe.domain_paths)
 
 
+def _make_ready(recipe: Recipe, observer: Observer) -> None:
+    """Build images before anything is started: no box waits as long as that takes."""
+    for name in recipe.domains:
+        open_domain(name, recipe.domain_paths).make_ready(observer.note)
+
+
 def start_run(recipe: Recipe, path: Path, observer: Observer | None = None) -> RunResult:
     """Run a recipe in a new folder. Ctrl-C ends it cleanly; :func:`resume_run` goes on."""
     observer = observer or Silent()
     check_recipe(recipe)
+    _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
     folder = RunFolder.create(path, recipe)
     return asyncio.run(_run(folder, recipe, model, observer))
@@ -74,6 +81,7 @@ def resume_run(path: Path, observer: Observer | None = None) -> RunResult:
     """Go on with a run that was interrupted. Says from where; a finished run returns at once."""
     observer = observer or Silent()
     folder, recipe = RunFolder.open(path)
+    _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
     return asyncio.run(_run(folder, recipe, model, observer))
 

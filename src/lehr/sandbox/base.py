@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from lehr.core.errors import ConfigError
 from lehr.core.registry import Registry
+
+if TYPE_CHECKING:
+    from lehr.sandbox.setups import Setup
 
 Verdict = Literal[
     "ok",  # the program ended by itself with status 0
@@ -67,7 +70,8 @@ class Spec:
     are not part of it; they follow the lease.
 
     image: ``host`` is the allow-listed, read-only system folders of this machine; ``/a/root/folder``,
-    ``oci:/an/archive.tar`` and ``docker:/an/archive.tar`` are systems of their own, with a python3 in them.
+    ``oci:/an/archive.tar`` and ``docker:/an/archive.tar`` are systems of their own, with a python3 in them; any
+    other is declared in a file, ``NAME:VARIANT`` or ``FILE.toml:VARIANT``, and built when it is first used.
     allow_hosts: what it may reach, through a proxy: ``example.org``, ``*.example.org:8443``. A box without has
     no network but its own loopback.
     """
@@ -301,6 +305,10 @@ class Boxes(Protocol):
 
     async def release(self, box: Box) -> None:
         """Destroy a box that :meth:`acquire` returned. Idempotent, shielded, bounded in time."""
+        ...
+
+    def prepared(self, spec: Spec, setup: Setup) -> AbstractAsyncContextManager[Snapshot]:
+        """Yield the state after a set-up, made once and kept, to lease boxes in it while inside."""
         ...
 
 

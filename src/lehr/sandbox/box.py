@@ -31,12 +31,23 @@ REFUSED_FORKS = 64
 
 
 class RunnerBox:
-    """Life cycle: made by a backend, used under one lease, destroyed. Broken ones answer ``broken``."""
+    """Life cycle: made by a backend, used under one lease, destroyed. Broken ones answer ``broken``.
 
-    def __init__(self, spec: Spec, process: Process, channel: Channel, maker: Maker) -> None:
+    env: the variables of every program in it.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        process: Process,
+        channel: Channel,
+        maker: Maker,
+        env: Mapping[str, str] = image.ENVIRONMENT,
+    ) -> None:
         self.id = f"box-{secrets.token_hex(6)}"
         self._maker = maker
         self.spec = spec
+        self.env = env
         self._process = process
         self._channel = channel
         self._loop = asyncio.get_running_loop()
@@ -174,7 +185,7 @@ class RunnerBox:
     @property
     def environment(self) -> Mapping[str, str]:
         """What programs find in their environment."""
-        return {**image.ENVIRONMENT, **egress.environment()} if self.spec.allow_hosts else image.ENVIRONMENT
+        return {**self.env, **egress.environment()} if self.spec.allow_hosts else self.env
 
     def rlimits(self) -> dict[str, tuple[int, int]]:
         """Return the limits of each single process, a second line behind cgroups or the first without."""
@@ -277,13 +288,15 @@ class RunnerBox:
         async with self._turn:
             answer = await self._ask({"op": "hold"}, "its disk")
             try:
-                recorded = await layers.zygote.record(answer.fds[0], layers, limits.disk_bytes, limits.inodes)
+                recorded, size = await layers.zygote.record(
+                    answer.fds[0], layers, limits.disk_bytes, limits.inodes
+                )
             except ChannelLost as error:
                 raise SandboxError("the box's disk cannot be recorded: the box is gone") from error
             finally:
                 os.close(answer.fds[0])
                 await self._ask({"op": "go"}, "its programs")
-        return FileSnapshot(self.spec, recorded, on_restore)
+        return FileSnapshot(self.spec, recorded, size, on_restore)
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Kill everything in the box and bring the recorded disk back, in namespaces that are new."""
@@ -327,11 +340,17 @@ class FileSnapshot:
 
     kind: Literal["files", "memory"] = "files"
 
-    def __init__(self, spec: Spec, layers: Layers, on_restore: Sequence[str] = ()) -> None:
+    def __init__(self, spec: Spec, layers: Layers, size_bytes: int = 0, on_restore: Sequence[str] = ()) -> None:
         self.id = f"snapshot-{secrets.token_hex(6)}"
         self.spec = spec
         self.on_restore = tuple(on_restore)
         self.layers = layers
+        self.size_bytes = size_bytes
+
+    @property
+    def lost(self) -> bool:
+        """Whether the process that held it has ended."""
+        return self.layers.zygote.lost
 
     async def discard(self) -> None:
         """Free its layers as far as nobody else stands on them. Idempotent."""

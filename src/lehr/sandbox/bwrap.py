@@ -40,6 +40,7 @@ class BwrapBackend:
         self._boxes: set[RunnerBox] = set()
         self._zygotes: dict[str, Zygote] = {}
         self._hatching = asyncio.Lock()
+        self._finding: dict[str, asyncio.Task[roots.Image]] = {}
         self._closed = False
 
     def _places(self) -> cgroup.Places | None:
@@ -54,7 +55,7 @@ class BwrapBackend:
     async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> RunnerBox:
         """Make a box, or raise ``MissingDependency`` / ``HostUnfit`` with the next step."""
         process, channel = await self.start(spec, snapshot)
-        box = RunnerBox(spec, process, channel, self)
+        box = RunnerBox(spec, process, channel, self, process.layers.zygote.env)
         self._boxes.add(box)
         box.ended.add_done_callback(lambda _: self._boxes.discard(box))
         return box
@@ -109,6 +110,8 @@ class BwrapBackend:
 
     async def _hatch(self, program: str, name: str) -> Zygote:
         """Return the image's zygote, started if there is none that lives."""
+        zygote = self._zygotes.get(name)
+        system = await self._find(name) if zygote is None or zygote.lost else None
         async with self._hatching:
             allow_descriptors()
             if self._closed:
@@ -117,10 +120,26 @@ class BwrapBackend:
             if zygote is None or zygote.lost:
                 if zygote is not None:
                     await zygote.close()
-                system = await asyncio.to_thread(roots.find, name)
+                system = system or await self._find(name)
                 filters = [seccomp.programs(limited=limited) for limited in (True, False)]
                 self._zygotes[name] = zygote = await Zygote.start(program, system, filters)
             return zygote
+
+    async def _find(self, name: str) -> roots.Image:
+        """Return the image of a name, looked for once at a time: one that has to be built takes minutes, goes
+        on when who asked is cancelled, and holds no box of another image up.
+        """
+        finding = self._finding.get(name)
+        if finding is None:
+            finding = asyncio.get_running_loop().create_task(asyncio.to_thread(roots.find, name))
+            self._finding[name] = finding
+            finding.add_done_callback(lambda done: self._forget(name, done))
+        return await asyncio.shield(finding)
+
+    def _forget(self, name: str, done: asyncio.Task[roots.Image]) -> None:
+        del self._finding[name]
+        if not done.cancelled():
+            done.exception()  # nobody may be waiting for it any more
 
     async def _fork(
         self, zygote: Zygote, spec: Spec, group: cgroup.Group | None, base: Layers | None

@@ -16,6 +16,7 @@ from lehr.sandbox.base import BACKENDS, Backend, Box, Snapshot, Spec
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.lease import LeasedBox, Origin
 from lehr.sandbox.metrics import exposition
+from lehr.sandbox.setups import Setup, SetUps
 
 RELEASE_S = 5.0
 LEASE_S = 3600.0
@@ -63,6 +64,7 @@ class Pool:
         self._line: deque[Waiter] = deque()
         self.counts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._setups = SetUps(self)
         self._closed = False
 
     def lease(
@@ -142,6 +144,10 @@ class Pool:
             self._leased.discard(box)
             box.end("was released")
             await asyncio.shield(self._spawn(self._end(box)))
+
+    def prepared(self, spec: Spec, setup: Setup) -> AbstractAsyncContextManager[Snapshot]:
+        """Yield the state after a set-up; see :meth:`lehr.sandbox.setups.SetUps.ready`."""
+        return self._setups.ready(spec, setup)
 
     def _expire(self, box: LeasedBox) -> None:
         """Called by a lease that nobody used or renewed for too long."""
@@ -294,6 +300,7 @@ class Pool:
             if not waiter.turn.done():
                 waiter.turn.set_exception(SandboxError("the pool was closed"))
         self._line.clear()
+        await self._setups.close()
         for box in list(self._leased):
             await self.release(box)
         for ready in self._warm.values():

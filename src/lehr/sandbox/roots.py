@@ -1,7 +1,9 @@
-"""Images other than the host's: a root folder, or an archive that is unpacked into one.
+"""Images other than the host's: a root folder, an archive that is unpacked into one, or a declared image.
 
 ``/a/folder`` is used as it is. ``oci:/an/archive.tar`` (what skopeo and buildah write as ``oci-archive``) and
-``docker:/an/archive.tar`` (what ``docker save`` writes) are unpacked once, under the digest of the archive.
+``docker:/an/archive.tar`` (what ``docker save`` writes) are unpacked once, under the digest of the archive. Any
+other name is one that a file declares (:mod:`lehr.sandbox.images`), built once, under the digest of all that it
+is made from.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import image
+from lehr.sandbox.images import declaration, digests
+from lehr.sandbox.images.build import Ground, Say, build
+from lehr.sandbox.images.declaration import OWN, Declared
+from lehr.sandbox.images.store import DIGITS, images_folder
+from lehr.sandbox.images.workshop import OWN_FOLDER
 from lehr.sandbox.launch import PATH
 
 HOST = "host"
 PYTHONS = ("usr/bin/python3", "usr/local/bin/python3")
-OWN = frozenset({"dev", "proc", "run", "sys", "tmp", "work"})
-"""What a box makes itself, whatever the image holds there."""
 KINDS = {"oci": "oci-archive", "docker": "docker-archive"}
 UNPACK_S = 600.0
 MOST_LINKS = 16
@@ -32,49 +38,104 @@ class Image:
     """What a box sees as its system.
 
     python: the interpreter inside. arguments: what lays it out, for bubblewrap. own: whether the interpreter
-    is this host's, which can compile for it.
+    is this host's, which can compile for it. env: variables of its programs, beside those of every box.
     """
 
     name: str
     python: str
     arguments: tuple[str, ...]
     own: bool
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def find(name: str) -> Image:
-    """Return the image of a name. Raises ``MissingDependency`` or ``HostUnfit`` with the next step."""
+    """Return the image of a name; a declared one is built unless it was, which may take minutes.
+
+    Raises ``MissingDependency`` or ``HostUnfit`` with the next step, and what :func:`build` raises.
+    """
     if name == HOST:
-        python = image.system_python()
-        if python is None:
-            raise MissingDependency(
-                "no python3 in the system folders that a box may see",
-                expected="/usr/bin/python3",
-                hint="Install it: `apt-get install python3`",
-            )
-        return Image(name, python, image.arguments(), own=True)
+        return _of_host()
+    ground = make(name)
+    if ground.root is None:
+        raise HostUnfit(f"the image {name!r} is empty", expected="an image with a root folder")
+    if not ground.host:
+        return replace(of_folder(name, ground.root), env=ground.env)
+    host, own = _of_host(), f"/{OWN_FOLDER}"
+    arguments = (*host.arguments, "--ro-bind", f"{ground.root}{own}", own)
+    _open(name, ground.root)
+    return Image(name, host.python, arguments, own=True, env=ground.env)
+
+
+def make(name: str, say: Say = lambda _: None) -> Ground:
+    """Unpack or build the image of a name unless that was done; return its root folder and what names it.
+
+    say: hears what is done. Raises as :func:`find` does.
+    """
     kind, colon, path = name.partition(":")
+    if name == HOST:
+        return Ground(digests.of_host(), None, host=True)
     if colon and kind in KINDS:
-        return of_folder(name, unpack(kind, Path(path)))
+        root = unpack(kind, Path(path))
+        return Ground(root.parent.name, root, host=False)
+    if declaration.is_declared(name):
+        declared = declaration.read(name)
+        return Ground.of(build(declared, make(declared.layer.base, say), say))
     if name.startswith("/"):
-        return of_folder(name, Path(name))
-    raise HostUnfit(
-        f"there is no image {name!r}",
-        expected="host, /a/root/folder, oci:/an/archive.tar or docker:/an/archive.tar",
-    )
+        _refuse(name, Path(name))
+        return Ground(digests.of_root(Path(name)), Path(name), host=False)
+    raise HostUnfit(f"there is no image {name!r}", expected=declaration.KINDS)
 
 
-def of_folder(name: str, root: Path) -> Image:
-    """Return the image of a root folder: all of it read-only, but for what a box makes itself."""
+def digest_of(declared: Declared) -> str:
+    """Return what names a declared image, without building it or what it stands on."""
+    base = declared.layer.base
+    if declaration.is_declared(base):
+        return digests.of_image(declared, digest_of(declaration.read(base)))
+    kind, colon, path = base.partition(":")
+    if colon and kind in KINDS:
+        return digests.of_image(declared, _digest(Path(path))[:DIGITS])
+    return digests.of_image(declared, make(base).digest)
+
+
+def identity(name: str) -> str:
+    """Return what names the content of an image. Makes it, as :func:`find` does; the name itself where only a
+    backend can know it.
+    """
+    unknown = declaration.is_declared(name) and declaration.locate(name) is None
+    return name if unknown else make(name).digest
+
+
+def _of_host() -> Image:
+    python = image.system_python()
+    if python is None:
+        raise MissingDependency(
+            "no python3 in the system folders that a box may see",
+            expected="/usr/bin/python3",
+            hint="Install it: `apt-get install python3`",
+        )
+    return Image(HOST, python, image.arguments(), own=True)
+
+
+def _refuse(name: str, root: Path) -> None:
     if not root.is_dir():
         raise HostUnfit(f"the image {name} is no folder", expected="a folder with usr, bin and so on in it")
     if root.resolve() in (Path("/"), Path.home().resolve(), Path.cwd().resolve()):
         raise HostUnfit(f"{root} cannot be an image: boxes would see all of it", expected="a folder of its own")
+
+
+def _open(name: str, root: Path) -> None:
     if closed := [str(path) for path in (root, *root.resolve().parents) if not _open_to_boxes(path)]:
         raise HostUnfit(
             f"boxes, which run as users of their own, cannot reach the image {name} through {closed[0]}",
             expected="folders that everybody may pass",
             hint=f"`chmod o+x {' '.join(closed)}`, or keep the image elsewhere",
         )
+
+
+def of_folder(name: str, root: Path) -> Image:
+    """Return the image of a root folder: all of it read-only, but for what a box makes itself."""
+    _refuse(name, root)
+    _open(name, root)
     python = next((f"/{path}" for path in PYTHONS if _resolves(root, path)), None)
     if python is None:
         raise HostUnfit(
@@ -115,15 +176,19 @@ def _resolves(root: Path, path: str) -> bool:
     return False
 
 
-def unpack(kind: str, archive: Path) -> Path:
-    """Return the root folder of an archive, unpacked unless that was done before."""
+def _digest(archive: Path) -> str:
     try:
         with archive.open("rb") as handle:
-            digest = hashlib.file_digest(handle, "sha256").hexdigest()
+            return hashlib.file_digest(handle, "sha256").hexdigest()
     except OSError as error:
         raise HostUnfit(f"cannot read the image {archive}: {error.strerror}", expected="an archive") from error
+
+
+def unpack(kind: str, archive: Path) -> Path:
+    """Return the root folder of an archive, unpacked unless that was done before."""
+    digest = _digest(archive)
     store = images_folder()
-    root = store / digest[:32] / "rootfs"
+    root = store / digest[:DIGITS] / "rootfs"
     if root.is_dir():
         return root
     skopeo, umoci = (shutil.which(name, path=PATH) for name in ("skopeo", "umoci"))
@@ -146,20 +211,11 @@ def unpack(kind: str, archive: Path) -> Path:
         os.chmod(folder, 0o755)
         os.chmod(f"{folder}/bundle", 0o755)
         try:
-            os.rename(f"{folder}/bundle", store / digest[:32])
+            os.rename(f"{folder}/bundle", store / digest[:DIGITS])
         except OSError:  # another process was faster
             if not root.is_dir():
                 raise
     return root
-
-
-def images_folder() -> Path:
-    """Return where unpacked images are kept: ``images`` in ``$LEHR_HOME``, else in ``/var/lib/lehr`` for root,
-    whose home boxes cannot pass, and in ``~/.cache/lehr`` for others.
-    """
-    base = os.environ.get("LEHR_HOME")
-    usual = Path("/var/lib/lehr") if os.geteuid() == 0 else Path.home() / ".cache" / "lehr"
-    return (Path(base) if base else usual) / "images"
 
 
 def _do(command: list[str], archive: Path) -> None:

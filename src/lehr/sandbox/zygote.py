@@ -102,10 +102,11 @@ def inside_source() -> bytes:
 class Zygote:
     """Life cycle: :meth:`start`, :meth:`fork` for each box, :meth:`close`. Its end is the end of its boxes.
 
-    server: bubblewrap with the zygote as its process 1. channel: to the zygote.
+    server: bubblewrap with the zygote as its process 1. channel: to the zygote. env: of programs in its boxes.
     """
 
-    def __init__(self, server: Server, channel: Channel, users: Users) -> None:
+    def __init__(self, server: Server, channel: Channel, users: Users, env: Mapping[str, str]) -> None:
+        self.env = env
         self._server = server
         self._channel = channel
         self._users = users
@@ -148,7 +149,7 @@ class Zygote:
                 os.close(info_write)
             theirs.close()  # so that the other end's is noticed
             channel = Channel(loop, ours)
-            zygote = cls(server, channel, users)
+            zygote = cls(server, channel, users, {**image.ENVIRONMENT, **system.env})
             try:
                 async with asyncio.timeout(READY_S):
                     if users.apart:
@@ -213,8 +214,10 @@ class Zygote:
             raise
         return answer.fds[0], stand
 
-    async def record(self, disk: int, below: Layers, disk_bytes: int, inodes: int) -> Layers:
-        """Copy a box's disk, an open folder, into a layer on top of what the box stands on."""
+    async def record(self, disk: int, below: Layers, disk_bytes: int, inodes: int) -> tuple[Layers, int]:
+        """Copy a box's disk, an open folder, into a layer on top of what the box stands on; also say how many
+        bytes the layer takes.
+        """
         number = next(self._layers)
         size = {"layer": number, "disk_bytes": disk_bytes, "inodes": inodes}
         async with asyncio.timeout(RECORD_S):
@@ -222,7 +225,7 @@ class Zygote:
         if "error" in answer.header:
             raise SandboxError(f"cannot record the box's disk: {answer.header['error']}")
         self._uses[number] = 0
-        return below.share(number)
+        return below.share(number), answer.header["bytes"]
 
     def _take(self) -> int:
         if not self._users.apart:

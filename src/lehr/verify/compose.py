@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from lehr.core.episode import Evidence
 from lehr.core.errors import DeadlineExceeded, LehrError
@@ -16,6 +16,7 @@ from lehr.core.reward import Invalid, Reward, checked
 from lehr.core.task import Gold, RewardTerm, Task
 from lehr.sandbox.base import Box, Boxes, Snapshot, Spec
 from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.setups import Setup
 from lehr.verify import verifiers as _builtin
 from lehr.verify.base import VERIFIERS, NoScore, Score, Verifier
 
@@ -116,18 +117,31 @@ class _Clocked:
         snapshot: Snapshot | None = None,
         domain: str = "",
     ) -> Box:
+        async with self._stopped():
+            return await self._boxes.acquire(
+                spec, timeout_s=timeout_s, snapshot=snapshot, domain=domain or self._domain
+            )
+
+    async def release(self, box: Box) -> None:
+        await self._boxes.release(box)
+
+    @asynccontextmanager
+    async def prepared(self, spec: Spec, setup: Setup) -> AsyncGenerator[Snapshot, None]:
+        """Nor does the time count that a set-up takes, which the first of many waits for."""
+        async with AsyncExitStack() as held:
+            async with self._stopped():
+                snapshot = await held.enter_async_context(self._boxes.prepared(spec, setup))
+            yield snapshot
+
+    @asynccontextmanager
+    async def _stopped(self) -> AsyncGenerator[None, None]:
         loop = asyncio.get_running_loop()
         left = (self._timer.when() or loop.time()) - loop.time()
         self._timer.reschedule(None)
         try:
-            return await self._boxes.acquire(
-                spec, timeout_s=timeout_s, snapshot=snapshot, domain=domain or self._domain
-            )
+            yield
         finally:
             self._timer.reschedule(loop.time() + left)
-
-    async def release(self, box: Box) -> None:
-        await self._boxes.release(box)
 
 
 async def _judge_term(

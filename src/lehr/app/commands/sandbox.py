@@ -46,8 +46,10 @@ def sandbox() -> None:
 @click.option("--disk", default="64M", show_default=True, help="What it may write.")
 @click.option("--pids", default=64, show_default=True, type=click.IntRange(1), help="Processes at once.")
 @click.option("--output", default="1M", show_default=True, help="Output that is kept.")
-@click.option("--image", default="host", show_default=True, help="A root folder, oci:TAR or docker:TAR.")
 @click.option("--allow", "allowed", multiple=True, metavar="HOST", help="A host that it may reach; repeatable.")
+@click.option(
+    "--image", default="host", show_default=True, help="A root folder, oci:TAR, docker:TAR or a declared image."
+)
 @click.option("-i", "--stdin", "feed", is_flag=True, help="Pass on standard input, read to its end first.")
 @click.option("--backend", default="bwrap", show_default=True, help="How the box is made.")
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND…")
@@ -216,9 +218,14 @@ def _unreached(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _place(image: str) -> str:
-    """Make a relative path of an image absolute."""
-    kind, colon, path = image.rpartition(":")
-    return f"{kind}{colon}{Path(path).resolve()}" if colon or "/" in path else image
+    """Make a relative path of an image absolute, and build it beforehand if it is a declared one."""
+    from lehr.sandbox import roots
+    from lehr.sandbox.images import declaration
+
+    name = declaration.absolute(image, Path.cwd())
+    if declaration.is_declared(name):
+        roots.make(name, lambda text: click.echo(text, err=True))
+    return name
 
 
 def _size(option: str, text: str) -> int:

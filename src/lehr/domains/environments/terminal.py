@@ -2,21 +2,25 @@
 
 Each turn of the model holds one fenced ``sh`` block, which runs in a persistent shell; what it printed comes
 back as a ``tool`` message. A turn without a block, such as ``DONE``, ends the episode. The final files of the
-working folder are the evidence.
+working folder are the evidence, or those of them that the task lists as artefacts. What the task sets up is
+there before the first turn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from lehr.core.episode import Evidence, Observation, Turn
 from lehr.core.task import Message, Task
 from lehr.domains.base import Episode
-from lehr.sandbox.base import Box, Boxes, ExecResult, Limits, Shell, Spec
+from lehr.sandbox.base import Box, Boxes, ExecResult, Shell
 from lehr.sandbox.errors import Refused, SandboxError
+from lehr.sandbox.taskbox import acquire_for
 
 COMMAND_S = 5.0
 SHOWN_CHARACTERS = 300
+ARTIFACT_BYTES = 8 << 20
 _FENCE = re.compile(r"```(?:sh|bash|shell)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 
 
@@ -32,13 +36,6 @@ class TerminalEnvironment:
         return _TerminalEpisode(task, boxes)
 
 
-def spec_of(task: Task) -> Spec:
-    """Return the box that a task asks for."""
-    resources = task.resources
-    limits = Limits(memory_bytes=resources.memory_bytes, disk_bytes=resources.disk_bytes, cpu=resources.cpu)
-    return Spec(image=task.image, limits=limits)
-
-
 class _TerminalEpisode:
     def __init__(self, task: Task, boxes: Boxes) -> None:
         self._task = task
@@ -48,6 +45,7 @@ class _TerminalEpisode:
         self._answer = ""
         self._turns = 0
         self._evidence: Evidence | None = None
+        self._leased = False
 
     async def step(self, turn: Turn) -> Observation:
         self._answer = turn.text
@@ -72,28 +70,36 @@ class _TerminalEpisode:
 
     async def close(self) -> Evidence:
         if self._evidence is None:
+            if not self._leased and self._task.setup:
+                await self._lease()
             box, self._box, self._shell = self._box, None, None
             if box is None:
                 files = {path: text.encode() for path, text in self._task.files.items()}
             else:
                 try:
-                    files = await _files(box)
+                    files = await _files(box, self._task.artifacts)
                 finally:
                     await self._boxes.release(box)
             self._evidence = Evidence(self._task.id, self._answer, files, self._turns)
         return self._evidence
 
     async def _lease(self) -> Box:
-        """Lease the box and place the task's files. Raises the pool's errors."""
-        task = self._task
-        self._box = await self._boxes.acquire(spec_of(task), timeout_s=task.timeout_s, domain=task.domain)
-        for path, text in self._task.files.items():
-            await self._box.write(path, text.encode())
+        """Lease the box, with the task's files in it and its set-up done. Raises the pool's errors."""
+        self._leased = True
+        self._box = await acquire_for(self._boxes, self._task, timeout_s=self._task.timeout_s)
         return self._box
 
 
-async def _files(box: Box) -> dict[str, bytes]:
-    """Return the files, and folders as ``name/``. A tree that is refused (too large) counts as empty."""
+async def _files(box: Box, artifacts: tuple[str, ...]) -> dict[str, bytes]:
+    """Return the artefacts that the task lists, as far as they are there, else all files, and folders as
+    ``name/``. What is refused (a link, too large) counts as missing.
+    """
+    if artifacts:
+        found: dict[str, bytes] = {}
+        for path in artifacts:
+            with contextlib.suppress(Refused):
+                found[path] = await box.read(path, limit_bytes=ARTIFACT_BYTES)
+        return found
     try:
         tree = await box.tree()
     except Refused:

@@ -35,6 +35,11 @@ class MemorySnapshot:
         self.on_restore = tuple(on_restore)
         self.image = image
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes on disk."""
+        return sum(path.stat().st_blocks << 9 for path in self.image.glob("*"))
+
     async def discard(self) -> None:
         """Free the disk that it holds. Idempotent."""
         await asyncio.to_thread(shutil.rmtree, self.image, ignore_errors=True)

@@ -41,6 +41,12 @@ def seal(number: int) -> None:
     rights.mount("layer", f"{ROOT}/{number}", "", flags)
 
 
+def size(number: int) -> int:
+    """Return the bytes that a layer takes."""
+    info = os.statvfs(f"{ROOT}/{number}")
+    return (info.f_blocks - info.f_bfree) * info.f_frsize
+
+
 def remove(number: int) -> None:
     """Unmount a layer. Boxes that stand on it keep it."""
     folder = f"{ROOT}/{number}"

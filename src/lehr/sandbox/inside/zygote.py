@@ -115,7 +115,7 @@ class Zygote:
             layer = self.recording.pop(number)
             if word == 0:
                 layers.seal(layer)
-                self.wire.send({"id": number})
+                self.wire.send({"id": number, "bytes": layers.size(layer)})
             else:
                 layers.remove(layer)
                 self.wire.send({"id": number, "error": os.strerror(word), "errno": word})
