@@ -1,0 +1,40 @@
+"""Runs a process 1 for the fake engines as a real one would: in namespaces of its own, without rights or network.
+
+It is the real runner that runs, so it must be process 1 of a namespace: it ends all processes that it sees.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from lehr.sandbox import image
+from lehr.sandbox.launch import PATH
+
+NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts")
+
+
+def require() -> None:
+    if shutil.which("bwrap", path=PATH) is None:
+        pytest.skip("bubblewrap is not installed, in which the fake engine runs its containers")
+
+
+def start(
+    argv: Sequence[str], env: Mapping[str, str], disks: Mapping[str, int], *, user: int, read_only: bool
+) -> subprocess.Popen[bytes]:
+    """Start ``argv`` with pipes. disks: bytes of each memory file system, by where it lies."""
+    command = ["bwrap", *NAMESPACES, "--uid", str(user), "--gid", str(user), "--cap-drop", "ALL"]
+    command += ["--as-pid-1", "--die-with-parent", "--new-session", "--hostname", "box", "--clearenv"]
+    command += [word for item in env.items() for word in ("--setenv", *item)]
+    command += image.arguments()
+    for path, size in disks.items():
+        command += ["--perms", "0755" if path == "/work" else "1777", "--size", str(size), "--tmpfs", path]
+    if read_only:
+        command += ["--remount-ro", "/"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [*command, "--", *argv], stdin=pipe, stdout=pipe, stderr=pipe, env={"PATH": PATH}, cwd="/", bufsize=0
+    )
