@@ -102,6 +102,7 @@ class ContainerBackend:
 
     async def _undo(self, name: str, work: asyncio.Future[Stream]) -> None:
         """Remove what a call began that was given up or failed, once it is over."""
+        self._engine.give_up(name)
         with contextlib.suppress(LehrError, asyncio.CancelledError):
             (await work).close()
         await self._remove(name)

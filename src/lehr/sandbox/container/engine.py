@@ -56,6 +56,10 @@ class Engine(Protocol):
         """Make and start a container whose process 1 is ``argv``, and attach to it."""
         ...
 
+    def give_up(self, name: str) -> None:
+        """Nobody waits for a start any more: let it fail soon. Does not block."""
+        ...
+
     def remove(self, name: str) -> None:
         """End a container at once and remove it, or what was begun of it. No error if there is none."""
         ...
