@@ -1,4 +1,4 @@
-"""A Kubernetes API server on the loopback, as far as the backend uses one. Its pods really run their process 1."""
+"""A Kubernetes API server on the loopback, as far as the backend uses it. Its pods really run process 1."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import socketserver
 import struct
 import subprocess
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -94,6 +93,7 @@ class FakePod:
     web: WebSocket | None = None
     process: subprocess.Popen[bytes] | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+    readers: list[threading.Thread] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -120,8 +120,11 @@ class FakePod:
     def carry(self, web: WebSocket) -> None:
         """Join the pod's streams to an attached connection, until one of them ends."""
         self.web = web
-        for kind in (OUTPUT, ERRORS):
-            threading.Thread(target=self._output, args=(kind,), daemon=True).start()
+        self.readers = [
+            threading.Thread(target=self._output, args=(kind,), daemon=True) for kind in (OUTPUT, ERRORS)
+        ]
+        for reader in self.readers:
+            reader.start()
         assert self.process and self.process.stdin
         try:
             while True:
@@ -130,20 +133,22 @@ class FakePod:
                 self.process.stdin.write(data)
         except OSError:
             pass
-        self.process.stdin.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
 
     def _output(self, kind: int) -> None:
         assert self.process and self.web
         source = self.process.stdout if kind == OUTPUT else self.process.stderr
         assert source
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), source:
             while data := os.read(source.fileno(), CHUNK):
                 self.web.send(kind, data)
 
     def _wait(self) -> None:
         assert self.process
         self.process.wait()
-        time.sleep(0.05)
+        for reader in self.readers:
+            reader.join()
         if self.status.get("phase") == "Running":
             self.set("Succeeded", terminated={"exitCode": 0, "reason": "Completed"})
         if self.web:

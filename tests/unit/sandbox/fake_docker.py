@@ -1,7 +1,8 @@
-"""A Docker Engine on a Unix socket, as far as the backend uses one. Its containers really run their process 1."""
+"""A Docker Engine on a Unix socket, as far as the backend uses it. Its containers really run process 1."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,6 @@ import socketserver
 import struct
 import subprocess
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ class FakeContainer:
     end: socket.socket | None = None
     process: subprocess.Popen[bytes] | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+    readers: list[threading.Thread] = field(default_factory=list)
 
     def run(self) -> None:
         held = self.body["HostConfig"]
@@ -46,8 +47,14 @@ class FakeContainer:
             read_only=held["ReadonlyRootfs"],
         )
         self.state = "running"
-        for work in (self._input, self._wait, lambda: self._output(OUTPUT), lambda: self._output(ERRORS)):
-            threading.Thread(target=work, daemon=True).start()
+        self.readers = [
+            threading.Thread(target=self._output, args=(kind,), daemon=True) for kind in (OUTPUT, ERRORS)
+        ]
+        for thread in (
+            *self.readers,
+            *(threading.Thread(target=w, daemon=True) for w in (self._input, self._wait)),
+        ):
+            thread.start()
 
     def _input(self) -> None:
         assert self.process and self.process.stdin and self.end
@@ -56,22 +63,22 @@ class FakeContainer:
                 self.process.stdin.write(data)
         except OSError:
             pass
-        self.process.stdin.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
 
     def _output(self, kind: int) -> None:
         assert self.process and self.end
         source = self.process.stdout if kind == OUTPUT else self.process.stderr
         assert source
-        try:
+        with contextlib.suppress(OSError), source:
             while data := os.read(source.fileno(), CHUNK):
                 self.end.sendall(struct.pack(">BxxxL", kind, len(data)) + data)
-        except OSError:
-            pass
 
     def _wait(self) -> None:
         assert self.process
         self.process.wait()
-        time.sleep(0.05)
+        for reader in self.readers:
+            reader.join()
         self.state = "exited"
         self.cut()
         self.ended.set()
@@ -79,10 +86,8 @@ class FakeContainer:
     def cut(self) -> None:
         """Cut the attached stream."""
         if self.end:
-            try:
+            with contextlib.suppress(OSError):
                 self.end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
     def kill(self) -> None:
         if self.process:
@@ -217,11 +222,11 @@ class EngineHandler(BaseHTTPRequestHandler):
         )
         if container := self.known(key):
             self.close_connection = True
-            kind = "application/vnd.docker.multiplexed-stream"
-            self.wfile.write(
-                f"HTTP/1.1 101 UPGRADED\r\nContent-Type: {kind}\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n".encode()
-            )
             container.end = self.connection
+            self.wfile.write(
+                b"HTTP/1.1 101 UPGRADED\r\nContent-Type: application/vnd.docker.multiplexed-stream\r\n"
+                b"Connection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
+            )
             container.ended.wait()
 
     def do_start(self, key: str, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Runs a process 1 for the fake engines as a real one would: in namespaces of its own, without rights or network.
+"""Runs process 1 for the fake engines as real ones would: in namespaces of its own, without rights or network.
 
 It is the real runner that runs, so it must be process 1 of a namespace: it ends all processes that it sees.
 """
@@ -8,13 +8,21 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lehr.sandbox import image
 from lehr.sandbox.launch import PATH
+from lehr.sandbox.users import choose_users
 
-NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts")
+NAMESPACES = (
+    "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
+    "--unshare-cgroup-try",
+)  # fmt: skip
+
+STARTER = ThreadPoolExecutor(1, "fake-containers")
+"""Starts them all: they die with the thread that started them, which a connection's would be too early."""
 
 
 def require() -> None:
@@ -35,6 +43,18 @@ def start(
     if read_only:
         command += ["--remount-ro", "/"]
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [*command, "--", *argv], stdin=pipe, stdout=pipe, stderr=pipe, env={"PATH": PATH}, cwd="/", bufsize=0
+    other = choose_users().other
+    begin = STARTER.submit(
+        subprocess.Popen[bytes],
+        [*command, "--", *argv],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        env={"PATH": PATH},
+        cwd="/",
+        bufsize=0,
+        user=other,
+        group=other,
+        extra_groups=None if other is None else [],
     )
+    return begin.result()

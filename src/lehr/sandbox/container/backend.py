@@ -44,6 +44,7 @@ class ContainerBackend:
         self._start_s = start_s
         self._boxes: set[ContainerBox] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._begun: set[asyncio.Future[Stream]] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
         self._opened = self._closed = False
@@ -72,6 +73,8 @@ class ContainerBackend:
         try:
             async with asyncio.timeout(READY_S):
                 await self._settle(channel, spec)
+            if self._closed:
+                raise SandboxError("the backend is closed")
         except BaseException as error:
             channel.close()
             container.kill()
@@ -89,6 +92,8 @@ class ContainerBackend:
         loop = asyncio.get_running_loop()
         argv = ("python3", "-E", "-c", boot.program(OWN[-1]))
         work = loop.run_in_executor(self._starters, self._engine.start, name, spec, argv)
+        self._begun.add(work)
+        work.add_done_callback(self._begun.discard)
         try:
             return await asyncio.wait_for(asyncio.shield(work), self._start_s)
         except BaseException as error:
@@ -146,8 +151,8 @@ class ContainerBackend:
         for wait_s in (*RETRIES_S, None):
             try:
                 return await loop.run_in_executor(self._enders, self._engine.remove, name)
-            except LehrError as error:
-                if wait_s is None:
+            except (LehrError, RuntimeError) as error:  # RuntimeError: the threads have ended
+                if wait_s is None or not isinstance(error, LehrError):
                     log.warning("container %s is left behind, to be removed by a later start: %s", name, error)
                     return
             await asyncio.sleep(wait_s)
@@ -190,10 +195,12 @@ class ContainerBackend:
             if self._renewing is not None:
                 self._renewing.cancel()
                 await asyncio.wait([self._renewing])
-            if self._tasks:
-                await asyncio.wait(list(self._tasks), timeout=CLOSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    while left := [*self._begun, *self._tasks]:
+                        await asyncio.wait(left)
             if self._opened:
                 self._opened = False
                 await asyncio.get_running_loop().run_in_executor(self._enders, self._engine.close)
         for threads in (self._starters, self._enders):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=False)

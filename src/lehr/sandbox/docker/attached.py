@@ -17,13 +17,14 @@ SAID_BYTES = 4096
 class Attached:
     """See :class:`lehr.sandbox.container.engine.Stream`.
 
-    end: a socket, or what has its methods; it is owned. Over TLS a wait without limit would hold a lock that
-    the other direction needs, so every wait ends and is begun anew.
+    end: a socket, or what has its methods; holders: what the client wrapped around it. They are owned. Over
+    TLS a wait without limit would hold a lock that the other direction needs, so every wait ends and is begun
+    anew.
     """
 
-    def __init__(self, end: Any, holder: object = None) -> None:
+    def __init__(self, end: Any, *holders: Any) -> None:
         self._end = end
-        self._holder = holder
+        self._holders = holders
         self._left = 0
         self._kind = OUTPUT
         self.said = ""
@@ -65,5 +66,6 @@ class Attached:
         """End both ways. Idempotent."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
-            self._end.close()
+        for holder in (*self._holders, self._end):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: a part of it was closed before
+                holder.close()

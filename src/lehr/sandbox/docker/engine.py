@@ -87,7 +87,8 @@ class DockerEngine:
             self._api.create_container_from_config(body, name)
         with self._asking(f"attach to container {name}"):
             end = self._api.attach_socket(name, ATTACH)
-        stream = Attached(getattr(end, "_sock", end), holder=end)
+        holders = [end, getattr(end, "_response", None)]
+        stream = Attached(getattr(end, "_sock", end), *(holder for holder in holders if holder is not None))
         try:
             with self._asking(f"start container {name}"):
                 self._api.start(name)
