@@ -149,6 +149,9 @@ class FakePod:
         self.process.wait()
         for reader in self.readers:
             reader.join()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
         if self.status.get("phase") == "Running":
             self.set("Succeeded", terminated={"exitCode": 0, "reason": "Completed"})
         if self.web:

@@ -79,6 +79,9 @@ class FakeContainer:
         self.process.wait()
         for reader in self.readers:
             reader.join()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
         self.state = "exited"
         self.cut()
         self.ended.set()

@@ -23,8 +23,6 @@ from lehr.sandbox import cgroup, seccomp
 from lehr.sandbox.base import BACKENDS, Limits, Spec
 from lehr.sandbox.box import FileSnapshot
 from lehr.sandbox.conformance import CASES
-from lehr.sandbox.container import box as container_box
-from lehr.sandbox.container.box import ContainerBox
 from lehr.sandbox.container.engine import KERNEL_BYTES, OWN_BYTES, OWN_PIDS
 from lehr.sandbox.docker import engine as docker_engine
 from lehr.sandbox.docker import payload, profile
@@ -507,4 +505,3 @@ def test_multiplexed_pieces_are_told_apart(size: int) -> None:
 
 def test_registered() -> None:
     assert BACKENDS.get("docker") is DockerBackend
-    assert issubclass(container_box.ContainerBox, ContainerBox)
