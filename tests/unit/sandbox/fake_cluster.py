@@ -131,7 +131,7 @@ class FakePod:
                 channel, data = web.receive()
                 assert channel == INPUT
                 self.process.stdin.write(data)
-        except OSError:
+        except (OSError, ValueError):
             pass
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -160,8 +160,7 @@ class FakePod:
 
     def kill(self) -> None:
         if self.process:
-            self.process.kill()
-            self.process.wait()
+            process_one.end(self.process)
         if self.web:
             self.web.cut()
         self.ended.set()

@@ -61,7 +61,7 @@ class FakeContainer:
         try:
             while data := self.end.recv(CHUNK):
                 self.process.stdin.write(data)
-        except OSError:
+        except (OSError, ValueError):
             pass
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -94,8 +94,7 @@ class FakeContainer:
 
     def kill(self) -> None:
         if self.process:
-            self.process.kill()
-            self.process.wait()
+            process_one.end(self.process)
         self.cut()
         self.ended.set()
 

@@ -5,10 +5,15 @@ It is the real runner that runs, so it must be process 1 of a namespace: it ends
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +63,24 @@ def start(
         extra_groups=None if other is None else [],
     )
     return begin.result()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End process 1, and return once nothing of its namespace is left."""
+    for child in children(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(child)
+            try:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                select.select([handle], [], [], 5.0)
+            finally:
+                os.close(handle)
+    process.kill()
+    process.wait()
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []

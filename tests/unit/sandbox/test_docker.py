@@ -18,6 +18,8 @@ import process_one
 import pytest
 from fake_docker import FakeEngine
 
+from lehr.app.cli import run
+from lehr.app.commands import sandbox
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import cgroup, seccomp
 from lehr.sandbox.base import BACKENDS, Limits, Spec
@@ -248,6 +250,28 @@ def test_no_engine_is_one_message(tmp_path: Path) -> None:
         with pytest.raises(HostUnfit, match=rf"Docker Engine at {address} does not answer.*Start it") as error:
             asyncio.run(DockerBackend(address=address).create(SMALL))
         assert len(str(error.value)) < 700
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("command", [["check"], ["run", "--", "true"]])
+def test_the_command_line_says_it_once(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nothing.sock")
+    name, *rest = command
+    assert run(["sandbox", name, "--backend", "docker", *rest]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("does not answer") == 1 and "DOCKER_HOST" in said.err and not said.out
+
+
+def test_names_of_images_are_not_taken_for_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "root").mkdir(parents=True)
+    for name in ("host", "python:3.12-slim", "registry.example:5000/a/python:3", "example/python", "/a/folder"):
+        assert sandbox._place(name) == name
+    for name, place in (("./a/root", "a/root"), ("a/root", "a/root"), ("..", "..")):
+        assert sandbox._place(name) == str((tmp_path / place).resolve())
+    assert sandbox._place("oci:a/b.tar") == f"oci:{tmp_path}/a/b.tar"
 
 
 def test_no_image_says_how_to_fetch_it(engine: FakeEngine) -> None:

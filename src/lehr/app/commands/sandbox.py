@@ -15,6 +15,7 @@ from lehr.app.tables import json_option
 from lehr.core.errors import ConfigError
 from lehr.core.task import parse_size
 from lehr.sandbox.base import ExecResult, Limits, Spec
+from lehr.sandbox.roots import KINDS
 
 RAISE = {
     "timeout_wall": "--timeout SECONDS",
@@ -27,6 +28,8 @@ RAISE = {
 """For each limit that can end a program, the option that raises it."""
 
 CASE_S = 60.0
+FIRST_S = 150.0
+"""For the first box of all: a cluster may have to fetch its image."""
 
 STATUS = {"timeout_wall": 124, "timeout_cpu": 124}
 """Exit statuses of verdicts that have a customary one; other limits give 125."""
@@ -43,7 +46,12 @@ def sandbox() -> None:
 @click.option("--disk", default="64M", show_default=True, help="What it may write.")
 @click.option("--pids", default=64, show_default=True, type=click.IntRange(1), help="Processes at once.")
 @click.option("--output", default="1M", show_default=True, help="Output that is kept.")
-@click.option("--image", default="host", show_default=True, help="A root folder, oci:TAR or docker:TAR.")
+@click.option(
+    "--image",
+    default="host",
+    show_default=True,
+    help="A root folder, oci:TAR or docker:TAR; an engine's own name.",
+)
 @click.option("-i", "--stdin", "feed", is_flag=True, help="Pass on standard input, read to its end first.")
 @click.option("--backend", default="bwrap", show_default=True, help="How the box is made.")
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND…")
@@ -90,12 +98,14 @@ def run(
 @json_option
 def check(backend: str, chosen: tuple[str, ...], as_json: bool) -> int:
     """Attack boxes on this host, and show what it isolates and what it cannot. Takes some seconds."""
+    from lehr.app.preflight import require_fit_host
     from lehr.app.tables import show
     from lehr.sandbox.conformance import CASES
 
     unknown = [name for name in chosen if name not in CASES]
     if unknown:
         raise ConfigError(f"there is no case {unknown[0]}", expected=f"one of {', '.join(CASES)}")
+    require_fit_host(backend, timeout_s=FIRST_S)
     names = [name for name in CASES if not chosen or name in chosen]
     rows = asyncio.run(_check(backend, names, quiet=as_json))
     show(rows, as_json=as_json)
@@ -181,9 +191,12 @@ def _call(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(image: str) -> str:
-    """Make a relative path of an image absolute."""
-    kind, colon, path = image.rpartition(":")
-    return f"{kind}{colon}{Path(path).resolve()}" if colon or "/" in path else image
+    """Make the relative path of a folder or an archive absolute; other names are an engine's own."""
+    kind, colon, path = image.partition(":")
+    if colon and kind in KINDS:
+        return f"{kind}:{Path(path).resolve()}"
+    folder = image.startswith(".") or ("/" in image and Path(image).is_dir())
+    return str(Path(image).resolve()) if folder else image
 
 
 def _size(option: str, text: str) -> int:

@@ -13,7 +13,8 @@ CHUNK = 1 << 16
 
 
 class Carrier:
-    """Two threads that live as long as both sides do: what ends on one side is ended on the other.
+    """Two threads that live as long as both sides do: what ends on one side is ended on the other. The one that
+    reads from the engine ends last, and frees both.
 
     ends: to read from and to write to, owned by whoever takes them.
     """
@@ -34,10 +35,11 @@ class Carrier:
         with contextlib.suppress(OSError):
             self._far.shutdown(socket.SHUT_RDWR)
         self._outward.join()
+        self._stream.close()
         self._far.close()
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):
             while data := self._far.recv(CHUNK):
                 self._stream.send(data)
-        self._stream.close()
+        self._stream.cut()

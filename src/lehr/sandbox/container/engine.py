@@ -32,8 +32,12 @@ class Stream(Protocol):
         """Write to process 1. Raises ``OSError`` when it is cut, or takes nothing for too long."""
         ...
 
-    def close(self) -> None:
+    def cut(self) -> None:
         """End both ways; a thread that waits in one returns. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Cut it and free what it holds, once no thread uses it: a number that is closed is soon another's."""
         ...
 
 

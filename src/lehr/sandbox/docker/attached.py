@@ -62,10 +62,17 @@ class Attached:
         """Write to process 1; what it does not take in time cuts the stream."""
         self._end.sendall(data)
 
-    def close(self) -> None:
+    def cut(self) -> None:
         """End both ways. Idempotent."""
         with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)
+            if isinstance(self._end, socket.socket):
+                socket.socket.shutdown(self._end, socket.SHUT_RDWR)  # over TLS too, without touching its state
+            else:
+                self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Cut it and free it. Idempotent."""
+        self.cut()
         for holder in (*self._holders, self._end):
             with contextlib.suppress(OSError, ValueError):  # ValueError: a part of it was closed before
                 holder.close()

@@ -22,6 +22,7 @@ class Attached:
 
     def __init__(self, web: Any) -> None:
         self._web = web
+        self._end: socket.socket | None = web.sock
         self.said = ""
         web.settimeout(IDLE_S)
 
@@ -65,11 +66,15 @@ class Attached:
         except (websocket.WebSocketException, ValueError) as error:
             raise OSError(f"the websocket was cut: {error}") from error
 
-    def close(self) -> None:
+    def cut(self) -> None:
         """End both ways at once. Idempotent."""
-        end = self._web.sock
-        if end is not None:
+        if self._end is not None:
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(self._end, socket.SHUT_RDWR)  # over TLS too, without touching its state
+
+    def close(self) -> None:
+        """Cut it and free it. Idempotent."""
+        self.cut()
+        if self._end is not None:
             with contextlib.suppress(OSError):
-                end.close()
+                self._end.close()
