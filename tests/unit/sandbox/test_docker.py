@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -250,6 +251,8 @@ def test_no_engine_is_one_message(tmp_path: Path) -> None:
         with pytest.raises(HostUnfit, match=rf"Docker Engine at {address} does not answer.*Start it") as error:
             asyncio.run(DockerBackend(address=address).create(SMALL))
         assert len(str(error.value)) < 700
+    del error
+    gc.collect()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -262,6 +265,7 @@ def test_the_command_line_says_it_once(
     assert run(["sandbox", name, "--backend", "docker", *rest]) == 2
     said = capsys.readouterr()
     assert said.err.count("does not answer") == 1 and "DOCKER_HOST" in said.err and not said.out
+    gc.collect()
 
 
 def test_names_of_images_are_not_taken_for_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
