@@ -45,6 +45,7 @@ class FakeContainer:
             {**disks, "/dev/shm": held["ShmSize"]},
             user=int(self.body["User"].partition(":")[0]),
             read_only=held["ReadonlyRootfs"],
+            profile=json.loads(held["SecurityOpt"][1].removeprefix("seccomp=")),
         )
         self.state = "running"
         self.readers = [

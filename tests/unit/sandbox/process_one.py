@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,17 @@ def require() -> None:
 
 
 def start(
-    argv: Sequence[str], env: Mapping[str, str], disks: Mapping[str, int], *, user: int, read_only: bool
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    disks: Mapping[str, int],
+    *,
+    user: int,
+    read_only: bool,
+    profile: Mapping[str, Any] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start ``argv`` with pipes. disks: bytes of each memory file system, by where it lies."""
+    """Start ``argv`` with pipes. disks: bytes of each memory file system, by where it lies. profile: as engines
+    read it.
+    """
     command = ["bwrap", *NAMESPACES, "--uid", str(user), "--gid", str(user), "--cap-drop", "ALL"]
     command += ["--as-pid-1", "--die-with-parent", "--new-session", "--hostname", "box", "--clearenv"]
     command += [word for item in env.items() for word in ("--setenv", *item)]
@@ -48,6 +57,9 @@ def start(
     if read_only:
         command += ["--remount-ro", "/"]
     pipe = subprocess.PIPE
+    rules = compiled(profile) if profile is not None else -1
+    if rules >= 0:
+        command += ["--seccomp", str(rules)]
     other = choose_users().other
     begin = STARTER.submit(
         subprocess.Popen[bytes],
@@ -61,8 +73,45 @@ def start(
         user=other,
         group=other,
         extra_groups=None if other is None else [],
+        pass_fds=[rules] if rules >= 0 else [],
     )
-    return begin.result()
+    try:
+        return begin.result()
+    finally:
+        if rules >= 0:
+            os.close(rules)
+
+
+def compiled(profile: Mapping[str, Any]) -> int:
+    """Return a memory file that holds a profile as the kernel reads it, made as runc makes it."""
+    sc = pytest.importorskip("pyseccomp", reason="libseccomp is not installed")
+
+    def action(rule: Mapping[str, Any], key: str, number: str) -> int:
+        return {"SCMP_ACT_ALLOW": sc.ALLOW, "SCMP_ACT_ERRNO": sc.ERRNO(rule.get(number, 1))}[rule[key]]
+
+    rules = sc.SyscallFilter(action(profile, "defaultAction", "defaultErrnoRet"))
+    for rule in profile["syscalls"]:
+        args = [
+            sc.Arg(
+                arg["index"], getattr(sc, arg["op"].removeprefix("SCMP_CMP_")), arg["value"], arg["valueTwo"]
+            )
+            for arg in rule.get("args", ())
+        ]
+        for name in rule["names"]:
+            if known(sc, name):
+                rules.add_rule(action(rule, "action", "errnoRet"), name, *args)
+    fd = os.memfd_create("profile", 0)
+    with os.fdopen(os.dup(fd), "wb") as handle:
+        rules.export_bpf(handle)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def known(sc: Any, name: str) -> bool:
+    try:
+        return sc.resolve_syscall(sc.system_arch(), name) >= 0
+    except (ValueError, OSError):
+        return False
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

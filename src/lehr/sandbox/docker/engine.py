@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import socket
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class DockerEngine:
                 hint="Install it: `pip install 'lehr[docker]'`",
             ) from error
         with self._asking("connect"):
+            knock(self.where, self._call_s)
             options: dict[str, Any] = {"timeout": self._call_s, "max_pool_size": CONNECTIONS}
             if self._address:
                 self._api = docker.APIClient(base_url=self._address, version="auto", **options)
@@ -172,6 +174,14 @@ class DockerEngine:
                 expected="a running engine that this user may use",
                 hint="Start it (`systemctl start docker`), or name another by DOCKER_HOST",
             ) from error
+
+
+def knock(address: str, limit_s: float) -> None:
+    """Raise the ``OSError`` that says why nothing answers on a local socket; the client would leave one open."""
+    if address.startswith("unix://") and (address != LOCAL or os.path.exists(LOCAL.removeprefix("unix://"))):
+        with socket.socket(socket.AF_UNIX) as end:
+            end.settimeout(limit_s)
+            end.connect(address.removeprefix("unix://"))
 
 
 def boot_id() -> str:
