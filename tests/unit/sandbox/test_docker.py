@@ -25,8 +25,8 @@ from lehr.sandbox import cgroup, seccomp
 from lehr.sandbox.base import BACKENDS, Limits, Spec
 from lehr.sandbox.box import FileSnapshot
 from lehr.sandbox.conformance import CASES
-from lehr.sandbox.container.engine import KERNEL_BYTES, OWN_BYTES, OWN_PIDS
-from lehr.sandbox.docker import engine as docker_engine
+from lehr.sandbox.container.driver import KERNEL_BYTES, OWN_BYTES, OWN_PIDS
+from lehr.sandbox.docker import driver as docker_driver
 from lehr.sandbox.docker import payload, profile
 from lehr.sandbox.docker.attached import Attached
 from lehr.sandbox.docker.backend import IMAGE, DockerBackend
@@ -213,7 +213,7 @@ def test_labels_carry_the_owner(engine: FakeEngine) -> None:
     async def use(backend: DockerBackend) -> None:
         await backend.create(SMALL)
         (asked,) = engine.created
-        assert asked["Labels"] == {payload.OWNER: cgroup.owner(), payload.HOST: docker_engine.boot_id()}
+        assert asked["Labels"] == {payload.OWNER: cgroup.owner(), payload.HOST: docker_driver.boot_id()}
         assert asked["Image"] == IMAGE
         assert json.loads(asked["HostConfig"]["SecurityOpt"][1].removeprefix("seccomp="))["syscalls"]
 
@@ -453,7 +453,7 @@ def test_boxes_of_an_owner_that_ended_are_removed_at_the_next_start(engine: Fake
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         ended.wait()
     space = cgroup.owner().split("-")[1]
-    here, gone = docker_engine.boot_id(), f"lehr-{space}-{ended.pid}-1"
+    here, gone = docker_driver.boot_id(), f"lehr-{space}-{ended.pid}-1"
     kept = {"HostConfig": {}}
     engine.add("orphan", {**kept, "Labels": {payload.OWNER: gone, payload.HOST: here}}, "running")
     engine.add("elsewhere", {**kept, "Labels": {payload.OWNER: gone, payload.HOST: "other"}}, "running")

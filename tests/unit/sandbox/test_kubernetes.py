@@ -18,7 +18,7 @@ from fake_cluster import OUTPUT, FakeCluster, FakePod
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox.base import BACKENDS, Limits, Spec
 from lehr.sandbox.conformance import CASES
-from lehr.sandbox.container.engine import OWN_BYTES
+from lehr.sandbox.container.driver import OWN_BYTES
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.kubernetes import attached, cluster, pod, status
 from lehr.sandbox.kubernetes.backend import DEADLINE_S, IMAGE, KubernetesBackend

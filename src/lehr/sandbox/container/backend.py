@@ -18,7 +18,7 @@ from lehr.sandbox.base import Snapshot, Spec
 from lehr.sandbox.channel import ChannelLost
 from lehr.sandbox.container.box import Container, ContainerBox, unrecorded
 from lehr.sandbox.container.carrier import Carrier
-from lehr.sandbox.container.engine import Engine, Stream
+from lehr.sandbox.container.driver import Driver, Stream
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.frames import StreamChannel
 from lehr.sandbox.zygote import INSIDE, PARTS, inside_source
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 class ContainerBackend:
     """Life cycle as any backend's: made anywhere, used in a running loop, ended by :meth:`close`.
 
-    engine: what holds the containers. start_s: how long one may take to run.
+    driver: what holds the containers. start_s: how long one may take to run.
     """
 
-    def __init__(self, name: str, engine: Engine, *, start_s: float) -> None:
+    def __init__(self, name: str, driver: Driver, *, start_s: float) -> None:
         self.name = name
-        self._engine = engine
+        self._driver = driver
         self._start_s = start_s
         self._boxes: set[ContainerBox] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,7 +54,7 @@ class ContainerBackend:
     async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> ContainerBox:
         """Make a box, or raise ``MissingDependency`` / ``HostUnfit`` / ``SandboxError`` with the next step."""
         container, channel = await self.start(spec, snapshot)
-        box = ContainerBox(spec, container, channel, self, own_kernel=self._engine.own_kernel)
+        box = ContainerBox(spec, container, channel, self, own_kernel=self._driver.own_kernel)
         self._boxes.add(box)
         box.ended.add_done_callback(lambda _: self._boxes.discard(box))
         return box
@@ -91,11 +91,12 @@ class ContainerBackend:
     async def _launch(self, name: str, spec: Spec) -> Stream:
         loop = asyncio.get_running_loop()
         argv = ("python3", "-E", "-c", boot.program(OWN[-1]))
-        work = loop.run_in_executor(self._starters, self._engine.start, name, spec, argv)
+        work = loop.run_in_executor(self._starters, self._driver.start, name, spec, argv)
         self._begun.add(work)
         work.add_done_callback(self._begun.discard)
         try:
-            return await asyncio.wait_for(asyncio.shield(work), self._start_s)
+            async with asyncio.timeout(self._start_s):
+                return await asyncio.shield(work)
         except BaseException as error:
             self._later(self._undo(name, work))
             if isinstance(error, TimeoutError) and not isinstance(error, LehrError):
@@ -107,7 +108,7 @@ class ContainerBackend:
 
     async def _undo(self, name: str, work: asyncio.Future[Stream]) -> None:
         """Remove what a call began that was given up or failed, once it is over."""
-        self._engine.give_up(name)
+        self._driver.give_up(name)
         with contextlib.suppress(LehrError, asyncio.CancelledError):
             (await work).close()
         await self._remove(name)
@@ -116,7 +117,7 @@ class ContainerBackend:
         """Hand the runner over, and tell it what box it is."""
         await boot.load(channel, inside_source(OWN))
         _, ready = channel.expect(0)
-        limits, own_kernel = spec.limits, self._engine.own_kernel
+        limits, own_kernel = spec.limits, self._driver.own_kernel
         filters = (seccomp.in_user_space(),) if own_kernel else seccomp.programs(limited=True)
         channel.post(
             {
@@ -124,7 +125,7 @@ class ContainerBackend:
                 "hidden": [*INSIDE, *(f"{INSIDE[-1]}.{name}" for name in (*PARTS, *OWN))],
                 "machine": platform.machine(),
                 "own_kernel": own_kernel,
-                "alone": self._engine.alone,
+                "alone": self._driver.alone,
                 "memory_bytes": limits.memory_bytes,
                 "pids": limits.pids,
                 "cpu_s": limits.cpu_s,
@@ -150,7 +151,7 @@ class ContainerBackend:
         loop = asyncio.get_running_loop()
         for wait_s in (*RETRIES_S, None):
             try:
-                return await loop.run_in_executor(self._enders, self._engine.remove, name)
+                return await loop.run_in_executor(self._enders, self._driver.remove, name)
             except (LehrError, RuntimeError) as error:  # RuntimeError: the threads have ended
                 if wait_s is None or not isinstance(error, LehrError):
                     log.warning("container %s is left behind, to be removed by a later start: %s", name, error)
@@ -158,13 +159,14 @@ class ContainerBackend:
             await asyncio.sleep(wait_s)
 
     async def _starved(self, name: str) -> bool:
-        work = asyncio.get_running_loop().run_in_executor(self._enders, self._engine.starved, name)
+        work = asyncio.get_running_loop().run_in_executor(self._enders, self._driver.starved, name)
         try:
-            return await asyncio.wait_for(work, STARVED_S)
+            async with asyncio.timeout(STARVED_S):
+                return await work
         except (LehrError, TimeoutError):
             return False
 
-    # --- the engine
+    # --- the driver
 
     async def _open(self) -> None:
         """Once: connect, remove what is orphaned, and begin to say that this owner lives."""
@@ -173,17 +175,17 @@ class ContainerBackend:
                 raise SandboxError("the backend is closed")
             if not self._opened:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._starters, self._engine.open)
+                await loop.run_in_executor(self._starters, self._driver.open)
                 self._opened = True
-                if self._engine.renew_s:
+                if self._driver.renew_s:
                     self._renewing = loop.create_task(self._renew())
 
     async def _renew(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._engine.renew_s)
+            await asyncio.sleep(self._driver.renew_s)
             try:
-                await loop.run_in_executor(self._enders, self._engine.renew)
+                await loop.run_in_executor(self._enders, self._driver.renew)
             except LehrError as error:
                 log.warning("%s; others will take the boxes of this process for orphans if that lasts", error)
 
@@ -201,6 +203,6 @@ class ContainerBackend:
                         await asyncio.wait(left)
             if self._opened:
                 self._opened = False
-                await asyncio.get_running_loop().run_in_executor(self._enders, self._engine.close)
+                await asyncio.get_running_loop().run_in_executor(self._enders, self._driver.close)
         for threads in (self._starters, self._enders):
             threads.shutdown(wait=False)

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 
-from lehr.sandbox.container.engine import Stream
+from lehr.sandbox.container.driver import Stream
 
 CHUNK = 1 << 16
 

@@ -15,7 +15,7 @@ SAID_BYTES = 4096
 
 
 class Attached:
-    """See :class:`lehr.sandbox.container.engine.Stream`.
+    """See :class:`lehr.sandbox.container.driver.Stream`.
 
     end: a socket, or what has its methods; holders: what the client wrapped around it. They are owned. Over
     TLS a wait without limit would hold a lock that the other direction needs, so every wait ends and is begun

@@ -6,7 +6,7 @@ import os
 
 from lehr.sandbox.base import BACKENDS
 from lehr.sandbox.container.backend import ContainerBackend
-from lehr.sandbox.docker.engine import CALL_S, DockerEngine
+from lehr.sandbox.docker.driver import CALL_S, DockerDriver
 
 IMAGE = "python:3.12-slim"
 START_S = 60.0
@@ -28,13 +28,13 @@ class DockerBackend(ContainerBackend):
         runtime: str | None = None,
         call_s: float = CALL_S,
     ) -> None:
-        engine = DockerEngine(
+        driver = DockerDriver(
             address=address,
             image=image or os.environ.get("LEHR_DOCKER_IMAGE") or IMAGE,
             runtime=runtime or os.environ.get("LEHR_DOCKER_RUNTIME") or None,
             call_s=call_s,
         )
-        super().__init__("docker", engine, start_s=START_S)
+        super().__init__("docker", driver, start_s=START_S)
 
 
 if "docker" not in list(BACKENDS):

@@ -7,7 +7,7 @@ from typing import Any
 
 from lehr.sandbox import image
 from lehr.sandbox.base import Limits, Spec
-from lehr.sandbox.container.engine import room
+from lehr.sandbox.container.driver import room
 
 USER = 1000
 OWNER, HOST = "lehr.owner", "lehr.host"

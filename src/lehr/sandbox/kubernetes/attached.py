@@ -15,7 +15,7 @@ SAID_BYTES = 4096
 
 
 class Attached:
-    """See :class:`lehr.sandbox.container.engine.Stream`.
+    """See :class:`lehr.sandbox.container.driver.Stream`.
 
     web: a connected ``websocket.WebSocket``; it is owned.
     """

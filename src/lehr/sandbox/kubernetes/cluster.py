@@ -16,7 +16,7 @@ from typing import Any
 
 from lehr.core.errors import HostUnfit, LehrError, MissingDependency
 from lehr.sandbox.base import Spec
-from lehr.sandbox.container.engine import Stream
+from lehr.sandbox.container.driver import Stream
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.kubernetes import access, pod, status
 from lehr.sandbox.kubernetes.attached import PROTOCOL, Attached
@@ -35,7 +35,7 @@ HOPELESS = frozenset(
 
 
 class Cluster:
-    """See :class:`lehr.sandbox.container.engine.Engine`.
+    """See :class:`lehr.sandbox.container.driver.Driver`.
 
     context: of the kubeconfig, None for the current one, or for the service account where there is no
     kubeconfig. image: what ``host`` means. start_s: how long a pod may take to run.

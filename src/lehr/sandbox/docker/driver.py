@@ -13,7 +13,7 @@ from typing import Any
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import cgroup
 from lehr.sandbox.base import Spec
-from lehr.sandbox.container.engine import Stream
+from lehr.sandbox.container.driver import Stream
 from lehr.sandbox.docker import payload, profile
 from lehr.sandbox.docker.attached import Attached
 from lehr.sandbox.errors import SandboxError
@@ -27,8 +27,8 @@ NOT_ITS = ("/", ".", "oci:", "docker:")
 """How the names of images begin that only this machine's own backends have."""
 
 
-class DockerEngine:
-    """See :class:`lehr.sandbox.container.engine.Engine`.
+class DockerDriver:
+    """See :class:`lehr.sandbox.container.driver.Driver`.
 
     address: None for ``DOCKER_HOST`` or the client's current context. image: what ``host`` means.
     """
@@ -85,7 +85,7 @@ class DockerEngine:
         body = payload.container(
             spec, system, argv, self._labels, profile.option(platform.machine()), self._runtime
         )
-        with self._asking(f"make a container of {system}"):
+        with self._asking(f"make a container of {system}", hint=fetch(system)):
             self._api.create_container_from_config(body, name)
         with self._asking(f"attach to container {name}"):
             end = self._api.attach_socket(name, ATTACH)
@@ -112,7 +112,7 @@ class DockerEngine:
         """Once per image: whether it is there, and holds no volume, which would be written to disk and kept."""
         if system in self._looked_at:
             return
-        with self._asking(f"look at the image {system}", hint=f"Fetch it: `docker pull {system}`"):
+        with self._asking(f"look at the image {system}", hint=fetch(system)):
             found: dict[str, Any] = self._api.inspect_image(system)
         config: dict[str, Any] = found.get("Config") or {}
         declared: dict[str, Any] = config.get("Volumes") or {}
@@ -149,7 +149,10 @@ class DockerEngine:
 
     @contextlib.contextmanager
     def _asking(self, what: str, *, hint: str = "", gone_is_fine: bool = False) -> Generator[None]:
-        """Turn what the client raises into what lehr says. gone_is_fine: 404 and 409 are what was wanted."""
+        """Turn what the client raises into what lehr says.
+
+        hint: where something is not there. gone_is_fine: 404 and 409 are what was wanted.
+        """
         import docker.errors
         import requests.exceptions
 
@@ -163,7 +166,9 @@ class DockerEngine:
             if gone_is_fine and status in (404, 409):
                 return
             kind = HostUnfit if status == 404 else SandboxError
-            raise kind(f"{engine} cannot {what}: {said} (status {status})", hint=hint) from error
+            raise kind(
+                f"{engine} cannot {what}: {said} (status {status})", hint=hint if status == 404 else ""
+            ) from error
         except requests.exceptions.Timeout as error:
             raise SandboxError(
                 f"{engine} did not {what} within {self._call_s:g} s", hint="Look whether it is overloaded"
@@ -176,8 +181,13 @@ class DockerEngine:
             ) from error
 
 
+def fetch(system: str) -> str:
+    """Return how to get an image that an engine does not have."""
+    return f"Fetch it: `docker pull {system}`"
+
+
 def knock(address: str, limit_s: float) -> None:
-    """Raise the ``OSError`` that says why nothing answers on a local socket; the client would leave one open."""
+    """Raise the ``OSError`` of a local socket on which nothing answers; the client would leave one open."""
     if address.startswith("unix://") and (address != LOCAL or os.path.exists(LOCAL.removeprefix("unix://"))):
         with socket.socket(socket.AF_UNIX) as end:
             end.settimeout(limit_s)

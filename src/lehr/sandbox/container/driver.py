@@ -41,7 +41,7 @@ class Stream(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Driver(Protocol):
     """Names are made by the backend, so that what was begun can be removed. Errors are lehr's own.
 
     own_kernel: whether boxes have gVisor's kernel. alone: whether they have no network device, not merely
