@@ -31,6 +31,7 @@ from lehr.sandbox.docker import payload, profile
 from lehr.sandbox.docker.attached import Attached
 from lehr.sandbox.docker.backend import IMAGE, DockerBackend
 from lehr.sandbox.errors import Refused, SandboxError
+from lehr.sandbox.inside import contained
 from lehr.sandbox.pool import Pool
 
 pytest.importorskip("docker", reason="the extra lehr[docker] is not installed")
@@ -524,6 +525,16 @@ def test_multiplexed_pieces_are_told_apart(size: int) -> None:
         parts.append(data)
     assert b"".join(parts) == b"onetwo"
     assert stream.said == "oops"
+
+
+def test_the_groups_counts_are_read_from_within(tmp_path: Path) -> None:
+    new, old = tmp_path / "memory.events", tmp_path / "memory.oom_control"
+    absent = str(tmp_path / "absent")
+    old.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert contained.counted("oom_kill", (str(new), str(old))) == 3
+    new.write_text("low 0\nhigh 0\nmax 9\noom 2\noom_kill 1\noom_group_kill 0\n")
+    assert contained.counted("oom_kill", (str(new), str(old))) == 1
+    assert contained.counted("oom_kill", (absent,)) == contained.counted("none", (str(new),)) == 0
 
 
 def test_registered() -> None:

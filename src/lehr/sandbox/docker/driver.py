@@ -175,10 +175,17 @@ class DockerDriver:
             ) from error
         except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
             raise HostUnfit(
-                f"{engine} does not answer: {str(error)[:300]}",
+                f"{engine} does not answer: {str(root(error))[:300]}",
                 expected="a running engine that this user may use",
                 hint="Start it (`systemctl start docker`), or name another by DOCKER_HOST",
             ) from error
+
+
+def root(error: BaseException) -> BaseException:
+    """Return what lies below an error that was wrapped several times."""
+    while below := error.__cause__ or error.__context__:
+        error = below
+    return error
 
 
 def fetch(system: str) -> str:
