@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -115,6 +116,43 @@ def test_the_filter_is_ours_in_the_engines_words() -> None:
         assert len(indices) == len(set(indices)), "several conditions on one argument are alternatives"
     (clone,) = [rule for rule in found["syscalls"] if rule["names"] == ["clone"]]
     assert clone["args"][0]["value"] == sum(seccomp.NAMESPACE_FLAGS) and clone["args"][0]["valueTwo"] == 0
+
+
+def test_the_engines_filter_holds_before_ours_does() -> None:
+    process_one.require()
+    code = """
+import ctypes, errno, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *args):
+    ctypes.set_errno(0)
+    libc.syscall(*args)
+    print(name, errno.errorcode.get(ctypes.get_errno(), "OK"))
+call("mount", 165, 0, 0, 0, 0, 0)
+call("unshare", 272, 0x10000000)
+call("ptrace", 101, 0, 0, 0, 0)
+call("bpf", 321, 0, 0, 0)
+call("clone3", 435, 0, 0)
+call("statmount", 457, 0, 0, 0, 0)
+call("newuser", 56, 0x10000011, 0, 0, 0, 0)
+call("personality", 135, 0x0040000)
+call("getpid", 39)
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_PACKET):
+    try: socket.socket(family, socket.SOCK_DGRAM).close(); print(family.name, "OK")
+    except OSError as error: print(family.name, errno.errorcode[error.errno])
+"""
+    if platform.machine() != "x86_64":
+        pytest.skip("other host: the numbers are those of x86_64")
+    disks = {"/work": 1 << 20, "/tmp": 1 << 20}
+    argv = ["/usr/bin/python3", "-I", "-S", "-c", code]
+    rules = profile.profile("x86_64")
+    process = process_one.start(argv, {"PATH": "/usr/bin"}, disks, user=1000, read_only=True, profile=rules)
+    said, errors = process.communicate(timeout=30)
+    found = dict(line.split() for line in said.decode().splitlines())
+    assert found == {
+        **dict.fromkeys(("mount", "unshare", "ptrace", "bpf"), "EPERM"),
+        **dict.fromkeys(("clone3", "statmount", "newuser", "personality", "AF_PACKET"), "ENOSYS"),
+        **dict.fromkeys(("getpid", "AF_UNIX", "AF_INET"), "OK"),
+    }, errors
 
 
 # --- boxes
@@ -460,13 +498,14 @@ def test_boxes_of_an_owner_that_ended_are_removed_at_the_next_start(engine: Fake
     engine.add("elsewhere", {**kept, "Labels": {payload.OWNER: gone, payload.HOST: "other"}}, "running")
     engine.add("ended-elsewhere", {**kept, "Labels": {payload.OWNER: gone, payload.HOST: "other"}}, "exited")
     engine.add("ours", {**kept, "Labels": {payload.OWNER: cgroup.owner(), payload.HOST: here}}, "running")
+    engine.add("odd", {**kept, "Labels": {payload.OWNER: f"lehr-{space}-x", payload.HOST: here}}, "running")
     engine.add("somebody's", {**kept, "Labels": {}}, "exited")
 
     async def use(backend: DockerBackend) -> None:
         await (await backend.create(SMALL)).destroy()
 
     with_backend(engine, use)
-    assert {c.name for c in engine.containers.values()} == {"elsewhere", "ours", "somebody's"}
+    assert {c.name for c in engine.containers.values()} == {"elsewhere", "ours", "odd", "somebody's"}
 
 
 def test_boxes_end_with_their_owner(engine: FakeEngine) -> None:

@@ -29,17 +29,21 @@ class Carrier:
         self._inward.start()
 
     def _receive(self) -> None:
-        with contextlib.suppress(OSError):
-            while data := self._stream.receive():
-                self._far.sendall(data)
-        with contextlib.suppress(OSError):
-            self._far.shutdown(socket.SHUT_RDWR)
-        self._outward.join()
-        self._stream.close()
-        self._far.close()
+        try:
+            with contextlib.suppress(OSError):
+                while data := self._stream.receive():
+                    self._far.sendall(data)
+        finally:
+            with contextlib.suppress(OSError):
+                self._far.shutdown(socket.SHUT_RDWR)
+            self._outward.join()
+            self._stream.close()
+            self._far.close()
 
     def _send(self) -> None:
-        with contextlib.suppress(OSError):
-            while data := self._far.recv(CHUNK):
-                self._stream.send(data)
-        self._stream.cut()
+        try:
+            with contextlib.suppress(OSError):
+                while data := self._far.recv(CHUNK):
+                    self._stream.send(data)
+        finally:
+            self._stream.cut()

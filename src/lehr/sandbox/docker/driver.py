@@ -219,4 +219,7 @@ def orphaned(labels: dict[str, str], state: str) -> bool:
     if owner == cgroup.owner():
         return False
     here = labels.get(payload.HOST) == boot_id()
-    return state in ENDED or (here and cgroup.orphaned(owner))
+    try:
+        return state in ENDED or (here and cgroup.orphaned(owner))
+    except ValueError:  # no name that we gave
+        return False
