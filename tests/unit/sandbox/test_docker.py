@@ -583,5 +583,15 @@ def test_the_groups_counts_are_read_from_within(tmp_path: Path) -> None:
     assert contained.counted("oom_kill", (absent,)) == contained.counted("none", (str(new),)) == 0
 
 
+def test_clients_are_loaded_with_the_first_box() -> None:
+    code = (
+        "import sys, lehr.sandbox.docker.backend as d, lehr.sandbox.kubernetes.backend as k\n"
+        "d.DockerBackend(), k.KubernetesBackend()\n"
+        "print({'docker', 'kubernetes', 'requests', 'urllib3', 'websocket'} & set(sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"set()\n"
+
+
 def test_registered() -> None:
     assert BACKENDS.get("docker") is DockerBackend
