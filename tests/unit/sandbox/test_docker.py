@@ -452,6 +452,30 @@ def test_a_cancelled_caller_leaves_nothing(engine: FakeEngine, endpoint: str) ->
     assert engine.containers == {}
 
 
+def test_a_cancelled_first_caller_connects_for_the_next(engine: FakeEngine) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    engine.before["list"] = lambda: (reached.set(), go_on.wait(5))  # type: ignore[func-returns-value]
+
+    async def use(backend: DockerBackend) -> None:
+        making = asyncio.create_task(backend.create(SMALL))
+        await asyncio.to_thread(reached.wait, 5)
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        next_one = asyncio.create_task(backend.create(SMALL))
+        await asyncio.sleep(0.05)
+        go_on.set()
+        assert (await (await next_one).exec(["true"])).verdict == "ok"
+        assert engine.asked.count("version") == engine.asked.count("list") == 1
+        await backend.close()
+        await backend.close()
+        with pytest.raises(SandboxError, match="closed"):
+            await backend.create(SMALL)
+
+    with_backend(engine, use)
+    assert engine.containers == {}
+
+
 async def sleepers(box: Box) -> bytes:
     return (await box.exec(["sh", "-c", "grep -l '(sleep)' /proc/[0-9]*/stat 2>/dev/null"])).stdout
 

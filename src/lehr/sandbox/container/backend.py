@@ -47,7 +47,8 @@ class ContainerBackend:
         self._begun: set[asyncio.Future[Stream]] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
-        self._opened = self._closed = False
+        self._connecting: asyncio.Future[None] | None = None
+        self._opened = self._closed = self._ended = False
         self._starters = ThreadPoolExecutor(STARTERS, f"lehr-{name}-start")
         self._enders = ThreadPoolExecutor(ENDERS, f"lehr-{name}-end")
 
@@ -175,7 +176,14 @@ class ContainerBackend:
                 raise SandboxError("the backend is closed")
             if not self._opened:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._starters, self._driver.open)
+                if self._connecting is None:
+                    self._connecting = loop.run_in_executor(self._starters, self._driver.open)
+                work = self._connecting
+                try:
+                    await asyncio.shield(work)
+                finally:
+                    if work.done():  # else the caller was cancelled, and the next one waits for the same
+                        self._connecting = None
                 self._opened = True
                 if self._driver.renew_s:
                     self._renewing = loop.create_task(self._renew())
@@ -199,10 +207,13 @@ class ContainerBackend:
                 await asyncio.wait([self._renewing])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
+                    if self._connecting is not None:
+                        await asyncio.wait([self._connecting])
+                        self._connecting.exception()
                     while left := [*self._begun, *self._tasks]:
                         await asyncio.wait(left)
-            if self._opened:
-                self._opened = False
+            if not self._ended:
+                self._ended = True
                 await asyncio.get_running_loop().run_in_executor(self._enders, self._driver.close)
         for threads in (self._starters, self._enders):
             threads.shutdown(wait=False)

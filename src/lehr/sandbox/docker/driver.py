@@ -67,7 +67,11 @@ class DockerDriver:
                 self._api = docker.APIClient(base_url=self._address, version="auto", **options)
             else:
                 self._api = docker.from_env(version="auto", **options).api
-        self._sweep()
+        try:
+            self._sweep()
+        except BaseException:
+            self.close()
+            raise
 
     def _sweep(self) -> None:
         with self._asking("list containers"):

@@ -56,6 +56,7 @@ class Cluster:
         self._deadline_s = deadline_s
         self._call_s = call_s
         self._config: Any = None
+        self._client: Any = None
         self._pods: Any = None
         self._policies: Any = None
         self._names: set[str] = set()
@@ -81,10 +82,14 @@ class Cluster:
             ) from error
         self._config, own = access.configured(self._context)
         self._namespace = self._namespace or own
-        api = client.ApiClient(self._config)
-        self._pods, self._policies = client.CoreV1Api(api), client.NetworkingV1Api(api)
-        self._deny_network()
-        self._sweep()
+        self._client = client.ApiClient(self._config)
+        self._pods, self._policies = client.CoreV1Api(self._client), client.NetworkingV1Api(self._client)
+        try:
+            self._deny_network()
+            self._sweep()
+        except BaseException:
+            self.close()
+            raise
 
     def _deny_network(self) -> None:
         with self._asking(f"read the network policy {pod.POLICY}", absent_is_fine=True):
@@ -237,7 +242,9 @@ class Cluster:
 
     def close(self) -> None:
         """Disconnect."""
-        self._pods = self._policies = None
+        if self._client is not None:
+            self._client.close()
+        self._client = self._pods = self._policies = None
 
     # --- calls
 
