@@ -110,8 +110,9 @@ class ContainerBackend:
     async def _undo(self, name: str, work: asyncio.Future[Stream]) -> None:
         """Remove what a call began that was given up or failed, once it is over."""
         self._driver.give_up(name)
-        with contextlib.suppress(LehrError, asyncio.CancelledError):
-            (await work).close()
+        await asyncio.wait([work])
+        if not work.cancelled() and work.exception() is None:
+            work.result().close()
         await self._remove(name)
 
     async def _settle(self, channel: StreamChannel, spec: Spec) -> None:
