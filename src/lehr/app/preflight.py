@@ -6,29 +6,31 @@ import asyncio
 
 from lehr.core.errors import HostUnfit, LehrError
 
+BOX_S = 20.0
 
-def require_fit_host(backend: str = "bwrap") -> None:
+
+def require_fit_host(backend: str = "bwrap", *, timeout_s: float = BOX_S) -> None:
     """Run ``true`` in a box. Raises the error that says what is missing and how to mend it."""
-    problem = box_problem(backend)
+    problem = box_problem(backend, timeout_s=timeout_s)
     if problem is not None:
         raise problem
 
 
-def box_problem(backend: str = "bwrap") -> LehrError | None:
+def box_problem(backend: str = "bwrap", *, timeout_s: float = BOX_S) -> LehrError | None:
     """Return why no program can be run in a box here, or None if one can."""
     try:
-        return asyncio.run(_try(backend))
+        return asyncio.run(_try(backend, timeout_s))
     except LehrError as error:
         return error
 
 
-async def _try(backend: str) -> HostUnfit | None:
+async def _try(backend: str, timeout_s: float) -> HostUnfit | None:
     from lehr.sandbox.base import Spec
     from lehr.sandbox.pool import Pool
 
     pool = Pool(backend, warm=0, limit=1)
     try:
-        async with pool.lease(Spec(), timeout_s=20.0) as box:
+        async with pool.lease(Spec(), timeout_s=timeout_s) as box:
             result = await box.exec(["true"])
     finally:
         await pool.close()

@@ -121,7 +121,10 @@ class BwrapBackend:
                 if zygote is not None:
                     await zygote.close()
                 system = system or await self._find(name)
-                filters = [seccomp.programs(limited=limited) for limited in (True, False)]
+                filters = [
+                    (*seccomp.programs(limited=limited), seccomp.asking(limited=limited))
+                    for limited in (True, False)
+                ]
                 self._zygotes[name] = zygote = await Zygote.start(program, system, filters)
             return zygote
 

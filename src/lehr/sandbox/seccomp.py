@@ -112,18 +112,18 @@ def _library() -> Any:
 
 
 @functools.cache
-def programs(*, limited: bool = True) -> tuple[bytes, bytes, bytes]:
-    """Return the filters as BPF instructions, or raise ``MissingDependency`` where libseccomp is absent.
+def programs(*, limited: bool = True) -> tuple[bytes, bytes]:
+    """Return both filters as BPF instructions, or raise ``MissingDependency`` where libseccomp is absent.
 
-    The allow-list; what is refused, by asking the host; the same by the kernel alone, for where it cannot ask.
     limited: whether a cgroup counts the box's memory.
     """
-    sc = _library()
-    return (
-        _known(),
-        _compiled(_refusing(limited, sc.NOTIFY)),
-        _compiled(_refusing(limited, sc.ERRNO(errno.EPERM))),
-    )
+    return _known(), _compiled(_refusing(limited, _library().ERRNO(errno.EPERM)))
+
+
+@functools.cache
+def asking(*, limited: bool = True) -> bytes:
+    """Return the filter that asks the host about what the second of :func:`programs` refuses by itself."""
+    return _compiled(_refusing(limited, _library().NOTIFY))
 
 
 def name_of(number: int) -> str:

@@ -91,11 +91,11 @@ def inside_code(python: str, more: tuple[str, ...] = ()) -> tuple[list[str], byt
     return path, code
 
 
-def inside_source() -> bytes:
+def inside_source(more: tuple[str, ...] = ()) -> bytes:
     """Return the modules as source, for an interpreter that is not this host's."""
     folder = Path(__file__).with_name("inside")
     parts = [(name, "") for name in INSIDE]
-    parts += [(f"{INSIDE[-1]}.{name}", (folder / f"{name}.py").read_text()) for name in PARTS]
+    parts += [(f"{INSIDE[-1]}.{name}", (folder / f"{name}.py").read_text()) for name in (*PARTS, *more)]
     return marshal.dumps(parts, 2)
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from lehr.core.errors import HostUnfit, MissingDependency
-from lehr.sandbox import cgroup, collect, image
+from lehr.sandbox import cgroup, collect, frames, image
 from lehr.sandbox.base import BACKENDS, Limits, Spec
 from lehr.sandbox.channel import ChannelLost
 from lehr.sandbox.errors import Refused, SandboxError
-from lehr.sandbox.gvisor import bundle, runsc, stream
+from lehr.sandbox.frames import StreamChannel
+from lehr.sandbox.gvisor import bundle, runsc
 from lehr.sandbox.gvisor.backend import GvisorBackend
 from lehr.sandbox.gvisor.box import GvisorBox, MemorySnapshot
-from lehr.sandbox.gvisor.stream import StreamChannel
 
 SMALL = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=8 << 20, pids=24, wall_s=10.0))
 Use = Callable[[GvisorBox, GvisorBackend], Awaitable[Any]]
@@ -118,10 +118,10 @@ def test_registered() -> None:
 
 
 def test_headers_that_no_runner_sends_are_refused() -> None:
-    assert stream.checked({"id": 1, "status": -9}) == {"id": 1, "status": -9}
+    assert frames.checked({"id": 1, "status": -9}) == {"id": 1, "status": -9}
     for header in ([], {}, {"id": "1"}, {"id": 1, "status": "0"}, {"id": 1, "odd": 1}, {"id": 1, "fds": 3}):
         with pytest.raises(ValueError):
-            stream.checked(header)
+            frames.checked(header)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ RAISE = {
 """For each limit that can end a program, the option that raises it."""
 
 CASE_S = 60.0
+FIRST_S = 150.0
+"""For the first box of all: a cluster may have to fetch its image."""
 
 STATUS = {"timeout_wall": 124, "timeout_cpu": 124}
 """Exit statuses of verdicts that have a customary one; other limits give 125."""
@@ -48,7 +50,10 @@ def sandbox() -> None:
 @click.option("--output", default="1M", show_default=True, help="Output that is kept.")
 @click.option("--allow", "allowed", multiple=True, metavar="HOST", help="A host that it may reach; repeatable.")
 @click.option(
-    "--image", default="host", show_default=True, help="A root folder, oci:TAR, docker:TAR or a declared image."
+    "--image",
+    default="host",
+    show_default=True,
+    help="A root folder, oci:TAR, docker:TAR, a declared image, or an engine's own name.",
 )
 @click.option("-i", "--stdin", "feed", is_flag=True, help="Pass on standard input, read to its end first.")
 @click.option("--backend", default="bwrap", show_default=True, help="How the box is made.")
@@ -97,12 +102,14 @@ def run(
 @json_option
 def check(backend: str, chosen: tuple[str, ...], as_json: bool) -> int:
     """Attack boxes on this host, and show what it isolates and what it cannot. Takes some seconds."""
+    from lehr.app.preflight import require_fit_host
     from lehr.app.tables import show
     from lehr.sandbox.conformance import CASES
 
     unknown = [name for name in chosen if name not in CASES]
     if unknown:
         raise ConfigError(f"there is no case {unknown[0]}", expected=f"one of {', '.join(CASES)}")
+    require_fit_host(backend, timeout_s=FIRST_S)
     names = [name for name in CASES if not chosen or name in chosen]
     rows = asyncio.run(_check(backend, names, quiet=as_json))
     show(rows, as_json=as_json)
@@ -223,7 +230,7 @@ def _place(image: str) -> str:
     from lehr.sandbox.images import declaration
 
     name = declaration.absolute(image, Path.cwd())
-    if declaration.is_declared(name):
+    if declaration.locate(name):
         roots.make(name, lambda text: click.echo(text, err=True))
     return name
 

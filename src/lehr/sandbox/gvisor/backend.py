@@ -16,41 +16,21 @@ import logging
 import os
 import secrets
 import shutil
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lehr.core.errors import HostUnfit, MissingDependency
-from lehr.sandbox import cgroup, host, image, seccomp
+from lehr.sandbox import boot, cgroup, host, image, seccomp
 from lehr.sandbox.base import BACKENDS, Limits, Snapshot, Spec
 from lehr.sandbox.bwrap import make_group
 from lehr.sandbox.channel import ChannelLost
 from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.frames import StreamChannel
 from lehr.sandbox.gvisor import bundle, runsc
 from lehr.sandbox.gvisor.box import GvisorBox, MemorySnapshot
 from lehr.sandbox.gvisor.sandbox import Sandbox, around
-from lehr.sandbox.gvisor.stream import StreamChannel
 from lehr.sandbox.zygote import INSIDE, PARTS, inside_code
 
-BOOT = """
-import marshal, os, struct, sys, types
-def exactly(count):
-    data = b""
-    while len(data) < count:
-        part = os.read(0, count - len(data))
-        if not part: os._exit(0)
-        data += part
-    return data
-for name, code in marshal.loads(exactly(struct.unpack("!I", exactly(4))[0])):
-    module = sys.modules[name] = types.ModuleType(name)
-    module.__path__ = []
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)
-    exec(code, module.__dict__)
-inside = sys.modules["lehr.sandbox.inside"]
-inside.script.run(inside.relay.serve())
-"""
 OWN = "relay"
 READY_S = 20.0
 log = logging.getLogger(__name__)
@@ -259,7 +239,9 @@ class GvisorBackend:
                 return
             program, python = runsc.find(self._program), _python()
             try:
-                await _to_its_end(functools.partial(self._lay_out, [python, "-I", "-S", "-c", BOOT]))
+                await _to_its_end(
+                    functools.partial(self._lay_out, [python, "-I", "-S", "-c", boot.program(OWN)])
+                )
                 self._runsc = runsc.Runsc(program, self._state)
                 if self._runsc.restores:
                     await self._record_fresh()
@@ -292,11 +274,8 @@ class GvisorBackend:
 
 
 async def _load(channel: StreamChannel) -> None:
-    """Have an interpreter that has just started load the runner and what scripts use."""
     _, code = inside_code(_python(), (OWN,))
-    _, ready = channel.expect(0)
-    await channel.send_raw(struct.pack("!I", len(code)) + code)
-    await ready
+    await boot.load(channel, code)
 
 
 def _python() -> str:

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lehr.sandbox import collect
 from lehr.sandbox.base import ExecResult, ExecUsage, Snapshot, Spec
-from lehr.sandbox.box import Maker, Meter, RunnerBox
+from lehr.sandbox.box import Maker, Meter
 from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.frames import StreamChannel
 from lehr.sandbox.gvisor.sandbox import Sandbox
-from lehr.sandbox.gvisor.stream import StreamChannel
-from lehr.sandbox.shell import PipeShell
+from lehr.sandbox.relayed import RelayedBox
 
 UNUSED_RLIMITS = ("RTPRIO", "NICE", "MSGQUEUE", "AS", "CPU")
 """gVisor refuses to set the first three, and counts the time that a program waits for a processor as its own.
@@ -77,17 +76,12 @@ class OuterMeter(Meter):
         return dataclasses.replace(usage, **peaks, **told_apart)
 
 
-class GvisorBox(RunnerBox):
+class GvisorBox(RelayedBox):
     """Life cycle as any box's. Each box has a sandbox, a folder of state and a control group of its own."""
 
     def __init__(self, spec: Spec, sandbox: Sandbox, channel: StreamChannel, maker: Recorder) -> None:
         super().__init__(spec, sandbox, channel, maker)
         self._recorder = maker
-
-    @property
-    def limited(self) -> bool:
-        """Programs are held to their limits by gVisor's rlimits and the runner, the whole by a cgroup."""
-        return False
 
     @property
     def nice(self) -> int:
@@ -101,34 +95,6 @@ class GvisorBox(RunnerBox):
     def rlimits(self) -> dict[str, tuple[int, int]]:
         """Return the limits of each single process, as far as gVisor has them."""
         return {name: value for name, value in super().rlimits().items() if name not in UNUSED_RLIMITS}
-
-    async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
-        """Return a regular file's content; see the protocol."""
-        async with self._turn:
-            answer = await self._ask({"op": "open", "path": path, "limit_bytes": limit_bytes}, path)
-        facts = answer.header.get("facts")
-        if not facts or len(facts) != 3 or not all(isinstance(fact, int) for fact in facts):
-            raise SandboxError(f"the box did not say what {path} is")
-        return collect.judge(
-            answer.payload, path, limit_bytes, regular=bool(facts[0]), names=facts[1], size=facts[2]
-        )
-
-    async def tree(
-        self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
-    ) -> Mapping[str, bytes | None]:
-        """Return every regular file below ``path`` and each folder; see the protocol."""
-        request = {"op": "tree", "path": path, "limit_files": limit_files, "limit_bytes": limit_bytes}
-        async with self._turn:
-            answer = await self._ask(request, path)
-        return collect.cut(answer.payload, answer.header.get("entries", ()), limit_files)
-
-    async def _start_shell(self, terminal: bool) -> PipeShell:
-        """No terminal of the host's can be lent to gVisor."""
-        if terminal:
-            raise SandboxError(
-                "a box on gVisor has no shell on a terminal", expected="a plain shell, or the backend bwrap"
-            )
-        return await super()._start_shell(terminal)
 
     async def snapshot(self, *, on_restore: Sequence[str] = ()) -> Snapshot:
         """Record the box with everything that runs in it; shells go on after."""

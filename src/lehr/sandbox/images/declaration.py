@@ -201,7 +201,8 @@ def absolute(name: str, beside: Path) -> str:
     kind, colon, path = name.partition(":")
     if colon and kind in RESERVED:
         return f"{kind}:{beside.joinpath(path).resolve()}"
-    return str(beside.joinpath(name).resolve()) if "/" in name else name
+    is_path = name.startswith(".") or ("/" in name and beside.joinpath(name).is_dir())
+    return str(beside.joinpath(name).resolve()) if is_path else name
 
 
 def read(name: str, beside: Path | None = None) -> Declared:

@@ -194,7 +194,7 @@ class Relay(Runner):
                 read, write = os.pipe2(os.O_CLOEXEC)
                 theirs.append(read if place in INPUTS else write)
                 ours[Stream(request["id"], place)] = write if place in INPUTS else read
-            started = programs.start(request, theirs, self.spent(), apart=True)
+            started = programs.start(request, theirs, self.spent(), apart=self.apart)
         except OSError:
             for fd in ours.values():
                 os.close(fd)
@@ -284,7 +284,7 @@ class Relay(Runner):
 
     def finish(self, done: programs.Exec, status: int, peak_bytes: int) -> None:
         """Report how a program ended, after the rest of it was killed and all that it wrote was passed on."""
-        disk = os.statvfs("/work")
+        full = self.full()
         resisted = self.sweep()
         for stream in [stream for stream in self.inputs if stream.number == done.id]:
             self.close_input(stream)
@@ -301,13 +301,17 @@ class Relay(Runner):
                     "id": done.id,
                     "status": os.waitstatus_to_exitcode(status),
                     "ended_by": done.ended_by,
-                    "full": disk.f_bavail == 0,
+                    "full": full,
                     "resisted": resisted,
                     **self.spent().since(done.before),
                     "peak_bytes": max(done.peak_bytes, peak_bytes),
                     "peak_pids": done.peak_pids,
                 }
             )
+
+    def full(self) -> bool:
+        """Whether nothing more can be written; what a program held is freed with it."""
+        return os.statvfs("/work").f_bavail == 0
 
     def look(self) -> None:
         """Add up what programs use, and end what exceeds a limit: the host's own limits end the whole box."""

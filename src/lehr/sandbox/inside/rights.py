@@ -136,7 +136,8 @@ def set_up(birth: Birth) -> Held:
     os.setresuid(own, own, own)
     forbid_namespaces(proc)
     os.close(proc)
-    notices = drop(config["filters"][config["watch"]], apart=config["apart"])
+    *filters, asking = config["filters"][config["watch"]]
+    notices = drop(filters, apart=config["apart"], asking=asking)
     if notices >= 0:
         for_host["notices"] = notices
     return Held(disk, counted, for_host)
@@ -201,11 +202,12 @@ def forbid_namespaces(proc: int) -> None:
     os.close(fd)
 
 
-def drop(filters: list[str], *, apart: bool) -> int:
+def drop(filters: list[str], *, apart: bool, asking: str = "") -> int:
     """Give up every capability for good, become untraceable, and install Landlock rules and filters.
 
     apart: keep what it takes to start programs as another user and to end them; nothing inherits it.
-    Returns the descriptor on which the kernel asks what to answer to refused calls, -1 where it cannot.
+    asking: stands for the last filter where the kernel can ask the host about what it refuses. Returns the
+    descriptor on which it asks, or -1.
     """
     check(LIBC.prctl(PR_CAP_AMBIENT, 4, 0, 0, 0), "clear ambient capabilities")
     capability = 0
@@ -215,11 +217,9 @@ def drop(filters: list[str], *, apart: bool) -> int:
     check(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "become undumpable")
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "set no_new_privs")
     restrict_files()
-    known, asking, refusing = map(bytes.fromhex, filters)
-    install(known)
-    notices = install_asking(asking)
-    if notices < 0:
-        install(refusing)
+    notices = install_asking(bytes.fromhex(asking)) if asking else -1
+    for text in filters if notices < 0 else filters[:-1]:
+        install(bytes.fromhex(text))
     if apart:  # files are the candidate's, whoever makes them
         LIBC.setfsgid(CANDIDATE)
         LIBC.setfsuid(CANDIDATE)
