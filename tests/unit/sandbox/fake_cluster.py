@@ -120,11 +120,12 @@ class FakePod:
     def carry(self, web: WebSocket) -> None:
         """Join the pod's streams to an attached connection, until one of them ends."""
         self.web = web
-        self.readers = [
+        readers = [
             threading.Thread(target=self._output, args=(kind,), daemon=True) for kind in (OUTPUT, ERRORS)
         ]
-        for reader in self.readers:
+        for reader in readers:
             reader.start()
+        self.readers = readers
         assert self.process and self.process.stdin
         try:
             while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import struct
@@ -268,15 +269,15 @@ def test_nothing_is_left_after_cancellation() -> None:
             making = asyncio.create_task(other.create(SMALL))
             await asyncio.sleep(wait_s)
             making.cancel()
-            with pytest.raises(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError):  # it was made in time
                 await making
             await other.close()
         for wait_s in (0.0, 0.02, 0.08, 0.15):
             making = asyncio.create_task(backend.create(SMALL))
             await asyncio.sleep(wait_s)
             making.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await making
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await making).destroy()
         recording = asyncio.create_task(box.snapshot())
         await asyncio.sleep(0.1)
         recording.cancel()
