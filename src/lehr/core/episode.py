@@ -29,7 +29,9 @@ class Observation:
 class Evidence:
     """Everything that a verifier may look at.
 
-    answer: text of the last completion. files: artefacts by path relative to the working folder.
+    answer: text of the last completion. files: artefacts by path relative to the working folder. unread: what
+    is there but was not taken, by path, with the reason: a link, a file that may not be opened. refused: why
+    nothing was collected, if what the episode left behind was too much. Both are the candidate's doing.
     turns: completions that were made. failure: what broke the episode, if it broke; then no verifier is
     asked and the reward is Invalid.
     """
@@ -39,3 +41,5 @@ class Evidence:
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     turns: int = 1
     failure: Failure | None = None
+    unread: Mapping[str, str] = field(default_factory=dict[str, str])
+    refused: str = ""

@@ -133,6 +133,19 @@ class ExecResult:
     connections: tuple[Connection, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Something in a box's tree whose content is not taken: a link, a FIFO, socket or device (``special``), a
+    file or a folder that may not be opened.
+    """
+
+    kind: Literal["link", "special", "file", "folder"]
+
+
+Entry = bytes | None | Unread
+"""What lies in a box's tree: a file by its content, a folder as None, and what cannot be taken."""
+
+
 class Shell(Protocol):
     """A persistent shell inside a box. Exit codes travel out of band.
 
@@ -243,8 +256,10 @@ class Box(Protocol):
 
     async def tree(
         self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
-    ) -> Mapping[str, bytes | None]:
-        """Return every regular file below ``path`` with its content, and each folder with None."""
+    ) -> Mapping[str, Entry]:
+        """Return everything below ``path``: files with their content, folders as None, the rest as
+        :class:`Unread`. Raises ``Refused`` for more than the limits.
+        """
         ...
 
     def shell(self, *, terminal: bool = False) -> Opening[Shell]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import os
 import secrets
@@ -11,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lehr.sandbox import collect, egress, image, verdict
-from lehr.sandbox.base import Connection, ExecResult, ExecUsage, Opening, Snapshot, Spec
+from lehr.sandbox.base import Connection, Entry, ExecResult, ExecUsage, Opening, Snapshot, Spec
 from lehr.sandbox.channel import Answer, Channel, ChannelLost
-from lehr.sandbox.errors import Refused, SandboxError
+from lehr.sandbox.errors import Absent, Refused, SandboxError
 from lehr.sandbox.launch import Process
 from lehr.sandbox.shell import PipeShell
 from lehr.sandbox.streams import Capture, Feeder
@@ -92,6 +93,8 @@ class RunnerBox:
         self, argv: list[str], stdin: bytes, env: Mapping[str, str], cwd: str, timeout_s: float | None
     ) -> ExecResult:
         limits, loop = self.spec.limits, self._loop
+        if self.broken:
+            return ExecResult("broken", None, b"", b"", detail="the box has ended")
         wall_s = limits.wall_s if timeout_s is None else min(timeout_s, limits.wall_s)
         with contextlib.ExitStack() as ends:
             out_read, out_write = pipe(ends)
@@ -242,8 +245,8 @@ class RunnerBox:
 
     async def tree(
         self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
-    ) -> Mapping[str, bytes | None]:
-        """Return every regular file below ``path`` and each folder; see the protocol."""
+    ) -> Mapping[str, Entry]:
+        """Return everything below ``path``; see the protocol."""
         request = {"op": "tree", "path": path, "limit_files": limit_files, "limit_bytes": limit_bytes}
         pack = os.memfd_create("tree", os.MFD_CLOEXEC)
         try:
@@ -256,8 +259,8 @@ class RunnerBox:
     async def _ask(
         self, request: dict[str, Any], path: str, fds: Sequence[int] = (), payload: bytes = b""
     ) -> Answer:
-        if "\0" in path:
-            raise Refused(f"cannot use the path {path!r}", expected="a path without NUL")
+        if "\0" in path or not _is_encodable(path):
+            raise Refused(f"cannot use the path {path!r}", expected="a path without NUL and lone surrogates")
         try:
             async with asyncio.timeout(10.0):
                 answer = await self._channel.ask(request, fds, payload)
@@ -265,7 +268,8 @@ class RunnerBox:
             self.give_up()
             raise SandboxError(f"the box did not answer when asked to {request['op']} {path}") from error
         if "error" in answer.header:
-            raise Refused(f"cannot {request['op']} {path} in the box: {answer.header['error']}")
+            kind = Absent if answer.header.get("errno") == errno.ENOENT else Refused
+            raise kind(f"cannot {request['op']} {path} in the box: {answer.header['error']}")
         return answer
 
     def shell(self, *, terminal: bool = False) -> Opening[PipeShell]:
@@ -300,6 +304,7 @@ class RunnerBox:
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Kill everything in the box and bring the recorded disk back, in namespaces that are new."""
+        self._maker.check(self.spec, snapshot)
         self.give_up()
         async with self._turn:
             for shell in list(self._shells):
@@ -329,6 +334,10 @@ class RunnerBox:
 
 class Maker(Protocol):
     """What starts a process 1 for a box that is restored."""
+
+    def check(self, spec: Spec, snapshot: Snapshot) -> None:
+        """Raise ``SandboxError`` if a box of the spec cannot be restored from it."""
+        ...
 
     async def start(self, spec: Spec, snapshot: Snapshot | None = None) -> tuple[Process, Channel]:
         """Start it in the state of the snapshot."""
@@ -482,6 +491,14 @@ def pipe(ends: contextlib.ExitStack) -> tuple[int, int]:
     ends.callback(close_quietly, read)
     ends.callback(close_quietly, write)
     return read, write
+
+
+def _is_encodable(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def close_quietly(fd: int) -> None:

@@ -95,6 +95,10 @@ class BwrapBackend:
             raise
         return process, channel
 
+    def check(self, spec: Spec, snapshot: Snapshot) -> None:
+        """Raise ``SandboxError`` if a box of the spec cannot be restored from it."""
+        self._base(spec, snapshot)
+
     def _base(self, spec: Spec, snapshot: Snapshot | None) -> Layers | None:
         if snapshot is None:
             return None
@@ -104,6 +108,8 @@ class BwrapBackend:
             raise SandboxError(
                 f"{snapshot.id} was taken of a box of another spec", expected=f"a box of {snapshot.spec}"
             )
+        if not snapshot.layers.held:
+            raise SandboxError(f"{snapshot.id} was discarded", expected="a snapshot that is still held")
         if snapshot.layers.zygote.lost:
             raise SandboxError(f"{snapshot.id} is gone: the process that held it has ended")
         return snapshot.layers

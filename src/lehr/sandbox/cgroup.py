@@ -278,7 +278,7 @@ class Group:
 
     def throttle(self, on: bool) -> None:
         """Hold the box to its share of CPU time, or let it go first so that it can be ended without delay."""
-        with contextlib.suppress(FileNotFoundError, PermissionError):
+        with contextlib.suppress(OSError):  # the box has gone
             if v1 := self._v1.get("cpu"):
                 _write(v1 / "cpu.cfs_quota_us", self._quota if on else -1)
             if v2 := self._v2.get("cpu"):
@@ -292,7 +292,7 @@ class Group:
 
     def _weigh(self, share: float) -> None:
         self._hurried = share >= 1.0
-        with contextlib.suppress(FileNotFoundError, PermissionError):
+        with contextlib.suppress(OSError):
             if v1 := self._v1.get("cpu"):
                 _write(v1 / "cpu.shares", int(1024 * share))
             if v2 := self._v2.get("cpu"):
@@ -345,7 +345,8 @@ class Group:
     def reset_peak(self) -> None:
         """Start a new measurement of peak memory, where the kernel can."""
         if v1 := self._v1.get("memory"):
-            (v1 / "memory.max_usage_in_bytes").write_text("0")
+            with contextlib.suppress(OSError):
+                _write(v1 / "memory.max_usage_in_bytes", 0)
 
     def memory_peak(self) -> int:
         """Most bytes ever charged (version 1: since the last reset)."""

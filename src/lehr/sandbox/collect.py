@@ -10,7 +10,11 @@ import os
 import stat
 from collections.abc import Sequence
 
+from lehr.sandbox.base import Entry, Unread
 from lehr.sandbox.errors import Refused
+
+KINDS: tuple[Entry, ...] = (b"", None, Unread("link"), Unread("special"), Unread("file"), Unread("folder"))
+"""What stands for a negative size in the runner's list; see ``inside/files.py``."""
 
 
 def take(fd: int, path: str, limit_bytes: int) -> bytes:
@@ -26,12 +30,12 @@ def take(fd: int, path: str, limit_bytes: int) -> bytes:
     return judge(data, path, limit_bytes, regular=regular, names=info.st_nlink, size=info.st_size)
 
 
-def unpack(fd: int, entries: list[tuple[str, int]]) -> dict[str, bytes | None]:
-    """Return the files that the runner packed into one memory file, and None for each folder."""
-    files: dict[str, bytes | None] = {}
+def unpack(fd: int, entries: list[tuple[str, int]]) -> dict[str, Entry]:
+    """Return the files that the runner packed into one memory file, and what else is there."""
+    files: dict[str, Entry] = {}
     at = 0
     for path, size in entries:
-        files[path] = None if size < 0 else os.pread(fd, size, at)
+        files[path] = KINDS[-size] if size < 0 else os.pread(fd, size, at)
         at += max(0, size)
     return files
 
@@ -52,14 +56,14 @@ def judge(data: bytes, path: str, limit_bytes: int, *, regular: bool, names: int
     return data
 
 
-def cut(data: bytes, entries: Sequence[object], limit_files: int) -> dict[str, bytes | None]:
-    """Return the files of a pack that came without a descriptor, and None for each folder; refuse nonsense."""
-    files: dict[str, bytes | None] = {}
+def cut(data: bytes, entries: Sequence[object], limit_files: int) -> dict[str, Entry]:
+    """Return the files of a pack that came without a descriptor, and what else is there; refuse nonsense."""
+    files: dict[str, Entry] = {}
     at = 0
     for entry in entries:
         match entry:
-            case [str(path), int(size)] if size <= len(data) - at and len(files) <= limit_files:
-                files[path] = None if size < 0 else data[at : at + size]
+            case [str(path), int(size)] if -len(KINDS) < size <= len(data) - at and len(files) <= limit_files:
+                files[path] = KINDS[-size] if size < 0 else data[at : at + size]
                 at += max(0, size)
             case _:
                 raise Refused(f"the box sent a tree with {entry!r}"[:200], expected="a name and a size")

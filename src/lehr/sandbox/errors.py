@@ -15,3 +15,9 @@ class Refused(SandboxError):
     """A path or an artefact was refused for safety: a link, a device, too large, swapped."""
 
     code = "sandbox_refused"
+
+
+class Absent(Refused):
+    """There is no such file in the box."""
+
+    code = "sandbox_absent"

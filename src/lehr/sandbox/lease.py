@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lehr.core.protocols import Recorder
-from lehr.sandbox.base import Box, ExecResult, Opening, Shell, Snapshot
+from lehr.sandbox.base import Box, Entry, ExecResult, Opening, Shell, Snapshot
 from lehr.sandbox.errors import SandboxError
 
 TOLD, TOLD_WORD = 200, 60
@@ -172,8 +172,8 @@ class LeasedBox:
 
     async def tree(
         self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
-    ) -> Mapping[str, bytes | None]:
-        """Return every regular file below ``path`` with its content, and each folder with None."""
+    ) -> Mapping[str, Entry]:
+        """Return everything below ``path``; see the protocol."""
         async with self._call() as box:
             return await box.tree(path, limit_files=limit_files, limit_bytes=limit_bytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lehr.sandbox import collect
+from lehr.sandbox.base import Entry
 from lehr.sandbox.box import RunnerBox
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.shell import PipeShell
@@ -31,8 +32,8 @@ class RelayedBox(RunnerBox):
 
     async def tree(
         self, path: str = ".", *, limit_files: int = 4096, limit_bytes: int = 8 << 20
-    ) -> Mapping[str, bytes | None]:
-        """Return every regular file below ``path`` and each folder; see the protocol."""
+    ) -> Mapping[str, Entry]:
+        """Return everything below ``path``; see the protocol."""
         request = {"op": "tree", "path": path, "limit_files": limit_files, "limit_bytes": limit_bytes}
         async with self._turn:
             answer = await self._ask(request, path)

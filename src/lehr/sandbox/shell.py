@@ -141,8 +141,14 @@ class PipeShell:
 
     async def run(self, command: str, *, timeout_s: float = 10.0) -> ExecResult:
         """Run one command line; see :meth:`lehr.sandbox.base.Shell.run`."""
-        if "\0" in command:
-            raise SandboxError("cannot run a command that contains NUL", expected="a command without NUL")
+        try:
+            whole = "\0" not in command and command.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            whole = False
+        if whole is False:
+            raise SandboxError(
+                f"cannot run the command {command[:200]!r}", expected="one without NUL and lone surrogates"
+            )
         async with self._turn:
             return await self._run(command, min(timeout_s, self._limits.wall_s))
 

@@ -265,17 +265,19 @@ class Layers:
         self.zygote = zygote
         self.numbers = numbers
         self.pair = pair
-        self._held = True
+        self.held = True
         zygote.hold(self)
 
     def share(self, *more: int) -> Layers:
-        """Return the same for another owner, with layers on top."""
+        """Return the same for another owner, with layers on top. Raises ``SandboxError`` once it is free."""
+        if not self.held:
+            raise SandboxError("what the box was to stand on was discarded")
         return Layers(self.zygote, (*self.numbers, *more), self.pair)
 
     def free(self) -> None:
         """Give it up. Idempotent."""
-        if self._held:
-            self._held = False
+        if self.held:
+            self.held = False
             self.zygote.let_go(self)
 
 

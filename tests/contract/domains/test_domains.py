@@ -10,7 +10,7 @@ import pytest
 from lehr.core.episode import Turn
 from lehr.core.reward import Reward, Valid
 from lehr.core.task import Problem, Split
-from lehr.domains.catalogue import Domain, find_domains
+from lehr.domains.catalogue import Domain, find_domains, open_domain
 from lehr.sandbox.base import Boxes
 from lehr.sandbox.pool import Pool
 from lehr.verify.compose import judge
@@ -106,3 +106,11 @@ def test_thousands_of_distinct_tasks_at_every_level(name: str) -> None:
     tasks = [DOMAINS[name].problem("train", index).task for index in range(1000)]
     assert len({task.messages[-1].content for task in tasks}) > 700
     assert {task.level for task in tasks} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "heldout"])
+def test_every_task_on_files_asks_for_a_change(split: Split) -> None:
+    domain = open_domain("terminal/files")
+    for index in range(domain.card.splits[split]):
+        gold = domain.problem(split, index).gold
+        assert gold.data["start"] != gold.data["want"], index

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import pytest
 
 from lehr.core.episode import Evidence, Observation, Turn
-from lehr.core.task import Message, Task
+from lehr.core.task import Gold, Message, Task
 from lehr.domains.environments import ENVIRONMENTS
 from lehr.domains.environments.answer import fenced_block
 from lehr.sandbox.pool import Pool
+from lehr.verify.base import Score
+from lehr.verify.verifiers.state import match_state
 
 
 def play(environment: str, turns: Sequence[str], **fields: object) -> tuple[list[Observation], Evidence]:
@@ -101,3 +103,47 @@ def test_a_command_that_hangs_is_reported_and_the_episode_goes_on() -> None:
 def test_links_and_loops_are_not_collected() -> None:
     _, evidence = play("terminal", [sh("ln -s /etc/passwd p", "ln -s . loop", "mkfifo pipe", "echo 1 > n.txt")])
     assert evidence.files == {"n.txt": b"1\n"}
+    assert evidence.unread == {"p": "link", "loop": "link", "pipe": "special"}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "truncate -s 20M junk",
+        "for i in $(seq 5000); do : > j$i; done",
+        "for i in $(seq 300); do mkdir d; cd d; done",
+        "yes > /work/big 2> /dev/null",
+        "chmod 000 notes.txt",
+        "chmod 000 .",
+        "ln -sf /dev/null notes.txt",
+        "mv notes.txt /tmp; mkfifo notes.txt",
+    ],
+)
+def test_v26_what_cannot_be_collected_is_not_gone(block: str) -> None:
+    _, evidence = play("terminal", [sh(block), "DONE"], files={"notes.txt": "a\n"}, max_turns=3)
+    assert _removal(evidence) == 0.0, evidence
+
+
+def test_v26_hidden_damage_is_damage() -> None:
+    turns = [sh("rm notes.txt; echo x > q; chmod 0 q"), "DONE"]
+    _, evidence = play("terminal", turns, files={"notes.txt": "a\n"}, max_turns=3)
+    assert _removal(evidence) == 0.5
+    _, evidence = play("terminal", [sh("rm notes.txt"), "DONE"], files={"notes.txt": "a\n"}, max_turns=3)
+    assert _removal(evidence) == 1.0
+
+
+def test_v26_an_artefact_that_is_refused_is_not_gone() -> None:
+    fields = {"files": {"notes.txt": "a\n"}, "artifacts": ("notes.txt",), "max_turns": 3}
+    _, evidence = play("terminal", [sh("mv notes.txt /tmp; mkfifo notes.txt"), "DONE"], **fields)
+    assert _removal(evidence) == 0.0 and list(evidence.unread) == ["notes.txt"]
+    _, evidence = play("terminal", [sh("rm notes.txt"), "DONE"], **fields)
+    assert _removal(evidence) == 1.0
+
+
+def _removal(evidence: Evidence) -> float:
+    """Judge by a task that asks to remove notes.txt."""
+    task = Task(id=evidence.task_id, domain="t", messages=(Message(role="user", content="q"),))
+    gold = Gold((), {"start": {"notes.txt": "a\n"}, "want": {}})
+    score = asyncio.run(match_state(task, evidence, gold, None))  # type: ignore[arg-type]
+    assert isinstance(score, Score)
+    return score.value

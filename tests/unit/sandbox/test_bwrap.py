@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from lehr.sandbox.base import Limits, Spec
 from lehr.sandbox.box import RunnerBox
 from lehr.sandbox.bwrap import BwrapBackend
 from lehr.sandbox.errors import Refused, SandboxError
+from lehr.sandbox.lease import LeasedBox
 from lehr.sandbox.pool import Pool
 
 SMALL = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=8 << 20, inodes=256, wall_s=10.0))
@@ -423,3 +425,53 @@ def test_limits_that_mean_nothing_are_refused(name: str) -> None:
     for value in (0, -1, float("nan")):
         with pytest.raises(ConfigError, match=f"a box cannot have {name} = {value}"):
             Limits(**{name: value})
+
+
+def test_names_that_no_file_can_have_are_refused_and_the_box_lives_on() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=0)
+        async with pool.lease(Spec()) as box, box.shell() as shell:
+            for call in (box.write("\ud800", b"x"), box.read("\ud800"), box.tree("\ud800"), box.read("a\0")):
+                with pytest.raises(Refused, match="cannot use the path"):
+                    await call
+            for command in ("echo \ud800", "echo \0"):
+                with pytest.raises(SandboxError, match="cannot run the command"):
+                    await shell.run(command)
+            assert (await box.exec(["echo", "\ud800"])).exit_code == 126
+            assert (await shell.run("echo on")).stdout == b"on\n"
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_calls_that_race_the_end_of_the_box_say_that_it_is_gone() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=4, limit=32)
+
+        async def chaos(number: int) -> None:
+            rng = random.Random(number)
+            box = await pool.acquire(Spec())
+            calls = [
+                lambda: box.exec(["true"]), lambda: box.write("a", b"x"), lambda: box.tree(),
+                lambda: box.snapshot(), lambda: _in_shell(box), lambda: box.read("a"),
+            ]  # fmt: skip
+            tasks = [asyncio.create_task(rng.choice(calls)()) for _ in range(6)]
+            await asyncio.sleep(rng.random() * 0.03)
+            rng.choice(tasks).cancel()
+            await pool.release(box)
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+                    assert isinstance(outcome, SandboxError), repr(outcome)
+                elif hasattr(outcome, "discard"):
+                    await outcome.discard()
+
+        for round_ in range(4):
+            await asyncio.gather(*(chaos(20 * round_ + i) for i in range(20)))
+        await pool.close()
+
+    asyncio.run(run())
+
+
+async def _in_shell(box: LeasedBox) -> object:
+    async with box.shell() as shell:
+        return await shell.run("echo a")

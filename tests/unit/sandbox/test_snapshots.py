@@ -251,3 +251,22 @@ def test_what_a_snapshot_wants_to_run_first_runs_in_each_box() -> None:
             await pool.close()
 
     asyncio.run(run())
+
+
+def test_a_discarded_snapshot_is_refused_and_the_box_lives_on() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=0)
+        try:
+            async with pool.lease(SMALL) as box:
+                mark = await box.snapshot()
+                await mark.discard()
+                with pytest.raises(SandboxError, match="was discarded"):
+                    await box.restore(mark)
+                assert (await box.exec(["true"])).verdict == "ok"
+                with pytest.raises(SandboxError, match="was discarded"):
+                    await pool.acquire(SMALL, snapshot=mark)
+                assert pool.leased == 1
+        finally:
+            await pool.close()
+
+    asyncio.run(run())

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from lehr.core.episode import Evidence
 from lehr.core.reward import Invalid
+from lehr.core.task import Gold, Message, Task
+from lehr.verify.base import Score
+from lehr.verify.verifiers.state import match_state
+
+TASK = Task(id="t@0/train/0", domain="t", messages=(Message(role="user", content="q"),))
 
 START = {"a.txt": "x\n", "b.txt": "y\n", "old/c.txt": "z\n"}
 WANT = {"a.txt": "x\n", "new/b.txt": "y\n", "n.txt": "1\n", "old/c.txt": "z\n"}
@@ -37,3 +44,19 @@ def test_damage_and_litter_cost(judge_plain: Any) -> None:
 def test_a_task_without_a_change_cannot_be_judged(judge_plain: Any) -> None:
     got = judge_plain("match_state", "", {"start": START, "want": START}, files={})
     assert isinstance(got, Invalid)
+
+
+def test_what_could_not_be_taken_is_neither_gone_nor_as_it_should_be() -> None:
+    gold = Gold((), {"start": {"a": "x", "d/b": "y"}, "want": {"d/b": "y"}})
+    gone = Evidence("t", "", {"d/b": b"y"})
+    assert scored(gone, gold) == 1.0
+    assert scored(Evidence("t", "", {"d/b": b"y"}, unread={"a": "file"}), gold) == 0.0
+    assert scored(Evidence("t", "", {}, unread={"d/": "folder"}), gold) == 0.5, "what lies in it may be damaged"
+    assert scored(Evidence("t", "", {"d/b": b"y"}, unread={"q": "file"}), gold) == 0.5, "hidden damage"
+    assert scored(Evidence("t", "", {}, refused="more than 4096 files"), gold) == 0.0
+
+
+def scored(evidence: Evidence, gold: Gold) -> float:
+    score = asyncio.run(match_state(TASK, evidence, gold, None))  # type: ignore[arg-type]
+    assert isinstance(score, Score)
+    return score.value

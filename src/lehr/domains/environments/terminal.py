@@ -8,14 +8,14 @@ there before the first turn.
 
 from __future__ import annotations
 
-import contextlib
 import re
+from typing import NamedTuple
 
 from lehr.core.episode import Evidence, Observation, Turn
 from lehr.core.task import Message, Task
 from lehr.domains.base import Episode
-from lehr.sandbox.base import Box, Boxes, ExecResult, Shell
-from lehr.sandbox.errors import Refused, SandboxError
+from lehr.sandbox.base import Box, Boxes, ExecResult, Shell, Unread
+from lehr.sandbox.errors import Absent, Refused, SandboxError
 from lehr.sandbox.taskbox import acquire_for
 
 COMMAND_S = 5.0
@@ -34,6 +34,14 @@ class TerminalEnvironment:
     async def open(self, task: Task, boxes: Boxes) -> Episode:
         """Start an episode."""
         return _TerminalEpisode(task, boxes)
+
+
+class Found(NamedTuple):
+    """What an episode left behind; see :class:`lehr.core.episode.Evidence`."""
+
+    files: dict[str, bytes]
+    unread: dict[str, str]
+    refused: str = ""
 
 
 class _TerminalEpisode:
@@ -74,13 +82,20 @@ class _TerminalEpisode:
                 await self._lease()
             box, self._box, self._shell = self._box, None, None
             if box is None:
-                files = {path: text.encode() for path, text in self._task.files.items()}
+                found = Found({path: text.encode() for path, text in self._task.files.items()}, {})
             else:
                 try:
-                    files = await _files(box, self._task.artifacts)
+                    found = await _collect(box, self._task.artifacts)
                 finally:
                     await self._boxes.release(box)
-            self._evidence = Evidence(self._task.id, self._answer, files, self._turns)
+            self._evidence = Evidence(
+                self._task.id,
+                self._answer,
+                found.files,
+                self._turns,
+                unread=found.unread,
+                refused=found.refused,
+            )
         return self._evidence
 
     async def _lease(self) -> Box:
@@ -90,21 +105,31 @@ class _TerminalEpisode:
         return self._box
 
 
-async def _files(box: Box, artifacts: tuple[str, ...]) -> dict[str, bytes]:
+async def _collect(box: Box, artifacts: tuple[str, ...]) -> Found:
     """Return the artefacts that the task lists, as far as they are there, else all files, and folders as
-    ``name/``. What is refused (a link, too large) counts as missing.
+    ``name/``. What cannot be taken is told apart from what is not there.
     """
+    files: dict[str, bytes] = {}
+    unread: dict[str, str] = {}
+    for path in artifacts:
+        try:
+            files[path] = await box.read(path, limit_bytes=ARTIFACT_BYTES)
+        except Absent:
+            continue
+        except Refused as error:
+            unread[path] = str(error)
     if artifacts:
-        found: dict[str, bytes] = {}
-        for path in artifacts:
-            with contextlib.suppress(Refused):
-                found[path] = await box.read(path, limit_bytes=ARTIFACT_BYTES)
-        return found
+        return Found(files, unread)
     try:
         tree = await box.tree()
-    except Refused:
-        return {}
-    return {path if data is not None else f"{path}/": data or b"" for path, data in tree.items()}
+    except Refused as error:
+        return Found({}, {}, str(error))
+    for path, entry in tree.items():
+        if isinstance(entry, Unread):
+            unread[f"{path}/" if entry.kind == "folder" else path] = entry.kind
+        else:
+            files[path if entry is not None else f"{path}/"] = entry or b""
+    return Found(files, unread)
 
 
 def _says(text: str) -> Observation:

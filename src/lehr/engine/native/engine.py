@@ -7,6 +7,7 @@ one from a thread of its own and gives it the asynchronous protocol.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -189,6 +190,12 @@ class NativeEngine:
         logits_NV = self._decoder.logits(last_ND if len(ready) == len(pieces) else last_ND[complete])
         where = uniform([r.seed for r in ready], [r.own for r in ready])
         drawn = draw(logits_NV, [r.sampling for r in ready], where)
+        if not all(map(math.isfinite, drawn.kept_mass)):
+            raise EngineError(
+                f"the model of version {self.version} gives logits that are not finite",
+                expected="weights without NaN and infinity",
+                hint="Look at the run's last steps, or take an earlier checkpoint.",
+            )
         done: list[Request] = []
         packed = self.version.packed
         for i, request in enumerate(ready):

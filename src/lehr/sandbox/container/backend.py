@@ -60,6 +60,10 @@ class ContainerBackend:
         box.ended.add_done_callback(lambda _: self._boxes.discard(box))
         return box
 
+    def check(self, spec: Spec, snapshot: Snapshot) -> None:
+        """Raise ``SandboxError``: no box is restored from anything."""
+        raise unrecorded()
+
     async def start(self, spec: Spec, snapshot: Snapshot | None = None) -> tuple[Container, StreamChannel]:
         """Start a container, ready to serve. If the caller is cancelled, what was begun is removed after it."""
         if snapshot is not None:

@@ -97,6 +97,10 @@ class GvisorBackend:
             sandbox.group.throttle(True)
         return sandbox, channel
 
+    def check(self, spec: Spec, snapshot: Snapshot) -> None:
+        """Raise ``SandboxError`` if a box of the spec cannot be restored from it."""
+        self._recorded(spec, snapshot)
+
     def _recorded(self, spec: Spec, snapshot: Snapshot | None) -> Path | None:
         if snapshot is None:
             return None

@@ -12,6 +12,8 @@ DEPTH = 128
 NAMES_BYTES = 1 << 20
 CHUNK = 1 << 16
 
+FOLDER, LINK, SPECIAL, CLOSED_FILE, CLOSED_FOLDER = -1, -2, -3, -4, -5
+
 
 def enter(name: str, here: int | None = None) -> int:
     """Open a folder to look names up in. Not by ``O_DIRECTORY``, which makes gVisor follow a last link."""
@@ -82,15 +84,14 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def pack_tree(path: str, pack: int, limit_files: int, limit_bytes: int) -> list[tuple[str, int]]:
-    """Append every regular file below ``path`` to ``pack``; return (name, size), -1 for a folder.
-
-    What is neither a file nor a folder, and what cannot be opened, is left out.
+    """Append every regular file below ``path`` to ``pack``; return (name, size). What is no such file has
+    FOLDER, LINK, SPECIAL, CLOSED_FILE or CLOSED_FOLDER for its size.
     """
     entries: list[tuple[str, int]] = []
     room, names = limit_bytes, 0
-    todo = [""]
+    todo = [("", -1)]
     while todo:
-        inner = todo.pop()
+        inner, number = todo.pop()
         parent, name = folder(os.path.join(path, inner))
         try:
             there = enter(name, parent)
@@ -101,6 +102,7 @@ def pack_tree(path: str, pack: int, limit_files: int, limit_bytes: int) -> list[
         except OSError:
             if not inner:
                 raise
+            entries[number] = (inner, CLOSED_FOLDER)
             continue
         finally:
             os.close(parent)
@@ -113,10 +115,9 @@ def pack_tree(path: str, pack: int, limit_files: int, limit_bytes: int) -> list[
                 names += len(entries[-1][0])
                 if len(entries) > limit_files or names > NAMES_BYTES:
                     raise OSError(errno.E2BIG, f"more than {limit_files} files, or names too long")
-                if size < 0:
-                    todo.append(entries[-1][0])
-                else:
-                    room -= size
+                if size == FOLDER:
+                    todo.append((entries[-1][0], len(entries) - 1))
+                room -= max(0, size)
         finally:
             os.close(here)
     return entries
@@ -126,20 +127,22 @@ def _pack(here: int, name: str, pack: int, room: int) -> int | None:
     try:
         info = os.stat(name, dir_fd=here, follow_symlinks=False)
         if stat.S_ISDIR(info.st_mode):
-            return -1
+            return FOLDER
         if not stat.S_ISREG(info.st_mode):
-            return None
+            return LINK if stat.S_ISLNK(info.st_mode) else SPECIAL
         if info.st_size > room:
             raise OSError(errno.EFBIG, "more bytes than allowed in all")
         fd = os.open(name, os.O_RDONLY | OPEN_FILE, dir_fd=here)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.ELOOP, errno.ENOENT):
+        if error.errno == errno.ENOENT:  # it has gone meanwhile
             return None
+        if error.errno in (errno.EACCES, errno.ELOOP):
+            return LINK if error.errno == errno.ELOOP else CLOSED_FILE
         raise
     size = 0
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
+            return SPECIAL
         while part := os.read(fd, CHUNK):
             size += len(part)
             if size > room:

@@ -131,6 +131,8 @@ class Relay(Runner):
                 self.hold(number)
         except OSError as error:
             self.wire.send({"id": number, "error": error.strerror or str(error), "errno": error.errno})
+        except ValueError as error:  # a name that no file can have
+            self.wire.send({"id": number, "error": str(error)})
         return None
 
     def hold(self, number: int) -> None:

@@ -86,6 +86,8 @@ class Runner:
                 self.wire.send({"id": request["id"]})
         except OSError as error:
             self.wire.send({"id": request["id"], "error": error.strerror or str(error), "errno": error.errno})
+        except ValueError as error:  # a name that no file can have
+            self.wire.send({"id": request["id"], "error": str(error)})
         for fd in fds:
             os.close(fd)
         return None
@@ -94,10 +96,11 @@ class Runner:
 
     def write(self, request: dict[str, Any], left: int) -> None:
         """Store the payload; whatever happens, all of it is taken off the wire."""
-        fd, failure = -1, None
+        fd = -1
+        failure: OSError | ValueError | None = None
         try:
             fd = files.create(request["path"], request["mode"])
-        except OSError as error:
+        except (OSError, ValueError) as error:
             failure = error
         while left:
             part = self.wire.exactly(min(left, CHUNK))

@@ -176,6 +176,8 @@ def replace(scene: Scene) -> Job:
     """Replace a word by another."""
     name = scene.add(lines=4)
     old, new = scene.rng.choice(scene.files[name].splitlines()), scene.word()
+    while new == old:
+        new = scene.word()
     scene.files[name] = scene.files[name].replace(old, new)
     return _job(scene, "replace", "sed -i 's/{o}/{w}/g' {n}", o=old, w=new, n=name)
 
