@@ -128,7 +128,7 @@ class RunnerBox:
                 captures = [Capture(loop, fd, limits.output_bytes) for fd in (out_read, err_read)]
                 feeder = Feeder(loop, in_write, stdin) if stdin else None
                 watch.start(captures)
-                header = (await answer).header
+                header = (await asyncio.shield(answer)).header
                 if not self._shells and not header.get("resisted"):
                     await asyncio.wait([c.ended for c in captures], timeout=GRACE_S)
             except ChannelLost:

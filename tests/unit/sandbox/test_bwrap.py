@@ -475,3 +475,23 @@ def test_calls_that_race_the_end_of_the_box_say_that_it_is_gone() -> None:
 async def _in_shell(box: LeasedBox) -> object:
     async with box.shell() as shell:
         return await shell.run("echo a")
+
+
+def test_a_cancelled_exec_has_ended_when_its_caller_has() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=0)
+        async with pool.lease(Spec()) as box:
+            for _ in range(5):
+                work = asyncio.create_task(
+                    box.exec(["sh", "-c", "trap '' TERM INT; while :; do echo x >> f; done"])
+                )
+                await asyncio.sleep(0.1)
+                work.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await work
+                size = len(await box.read("f", limit_bytes=64 << 20))
+                await asyncio.sleep(0.05)
+                assert len(await box.read("f", limit_bytes=64 << 20)) == size
+        await pool.close()
+
+    asyncio.run(run())

@@ -370,3 +370,13 @@ def test_a_snapshot_is_a_snapshot() -> None:
     snapshot = MemorySnapshot(SMALL, Path("/nonexistent"))
     assert snapshot.kind == "memory"
     asyncio.run(snapshot.discard())
+
+
+def test_a_script_finds_what_a_plain_interpreter_has() -> None:
+    async def use(box: GvisorBox, _: GvisorBackend) -> None:
+        look = "import sys; print(sorted(set(sys.path) - {''})); exit(3)"
+        forked = await box.exec(["python3", "-c", look])
+        executed = await box.exec(["sh", "-c", f'exec python3 -c "{look}"'])
+        assert (forked.exit_code, forked.stdout) == (3, executed.stdout) and executed.exit_code == 3
+
+    in_box(use)

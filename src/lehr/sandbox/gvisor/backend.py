@@ -243,9 +243,7 @@ class GvisorBackend:
                 return
             program, python = runsc.find(self._program), _python()
             try:
-                await _to_its_end(
-                    functools.partial(self._lay_out, [python, "-I", "-S", "-c", boot.program(OWN)])
-                )
+                await _to_its_end(functools.partial(self._lay_out, [python, "-c", boot.program(OWN)]))
                 self._runsc = runsc.Runsc(program, self._state)
                 if self._runsc.restores:
                     await self._record_fresh()
