@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -17,11 +18,15 @@ _PIPED_WIDTH = 160
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console; where output is not a terminal, wide enough that tables are not cut."""
+    """Return a console; where output is not a terminal, as wide as ``COLUMNS`` says, else wide enough for every
+    table.
+    """
     from rich.console import Console
 
     made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPED_WIDTH)
+    if made.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+        return made
+    return Console(stderr=stderr, highlight=False, width=_PIPED_WIDTH)
 
 
 def show(
@@ -31,7 +36,10 @@ def show(
     columns: Sequence[str] | None = None,
     empty: str = "nothing to show",
 ) -> None:
-    """Print ``rows``. The table shows ``columns`` (all of them by default); JSON holds everything."""
+    """Print ``rows``. The table shows ``columns`` (all of them by default); JSON holds everything.
+
+    The first column holds what one types, such as an id: it is never cut nor wrapped. The others are wrapped.
+    """
     if as_json:
         print_json(list(rows))
         return
@@ -45,11 +53,18 @@ def show(
     names = list(columns or rows[0])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in names:
+        first = name == names[0]
+        options = whole_column(_cell(row.get(name)) for row in rows) if first else {"overflow": "fold"}
         numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left")
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", **options)
     for row in rows:
         table.add_row(*(Text(_cell(row.get(name))) for name in names))
-    console().print(table)
+    console().print(table, crop=False)
+
+
+def whole_column(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of a column that shows ``texts`` whole, however narrow the terminal is."""
+    return {"no_wrap": True, "min_width": max(map(len, texts), default=0)}
 
 
 def print_json(value: Any) -> None:

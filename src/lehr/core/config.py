@@ -44,6 +44,8 @@ def load(kind: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
         raise ConfigError(f"no such file: {path}", hint="Check the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", expected="valid TOML") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from error
     return resolve(kind, raw, overrides, where=str(path))
 
 

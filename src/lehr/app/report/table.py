@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lehr.app.report.summary import Rate, Summary
+from lehr.app.tables import whole_column
 from lehr.evals.stats import Paired
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def print_summary(summary: Summary, out: Console) -> None:
         out.print("Nothing has been measured yet.")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("domain")
+    table.add_column("domain", **whole_column(summary.domains))
     for stage in summary.stages:
         table.add_column(title_of(stage), justify="right")
     for domain in summary.domains:
