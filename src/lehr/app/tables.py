@@ -34,11 +34,13 @@ def show(
     *,
     as_json: bool,
     columns: Sequence[str] | None = None,
+    cut: Sequence[str] = (),
     empty: str = "nothing to show",
 ) -> None:
     """Print ``rows``. The table shows ``columns`` (all of them by default); JSON holds everything.
 
-    The first column holds what one types, such as an id: it is never cut nor wrapped. The others are wrapped.
+    The first column holds what one types, such as an id: it is never cut nor wrapped, numbers are not either.
+    Where the terminal is narrow, the columns ``cut`` lose their ends and the others are wrapped.
     """
     if as_json:
         print_json(list(rows))
@@ -53,18 +55,23 @@ def show(
     names = list(columns or rows[0])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in names:
-        first = name == names[0]
-        options = whole_column(_cell(row.get(name)) for row in rows) if first else {"overflow": "fold"}
         numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", **options)
+        whole = numeric or name == names[0]
+        table.add_column(
+            name.replace("_", " "),
+            justify="right" if numeric else "left",
+            no_wrap=whole or name in cut,
+            min_width=longest(_cell(row.get(name)) for row in rows) if whole else None,
+            overflow="ellipsis" if name in cut else "fold",
+        )
     for row in rows:
         table.add_row(*(Text(_cell(row.get(name))) for name in names))
     console().print(table, crop=False)
 
 
-def whole_column(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of a column that shows ``texts`` whole, however narrow the terminal is."""
-    return {"no_wrap": True, "min_width": max(map(len, texts), default=0)}
+def longest(texts: Iterable[str]) -> int:
+    """Return the width that shows each of ``texts`` whole."""
+    return max(map(len, texts), default=0)
 
 
 def print_json(value: Any) -> None:

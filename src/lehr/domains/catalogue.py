@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from lehr.core.errors import ConfigError, LehrError, UnknownName
 from lehr.core.task import Problem, Split
@@ -46,7 +47,9 @@ class Domain:
     def _make(self, split: Split, index: int) -> Problem:
         source = self._source
         try:
-            made = source.problem(self.card, split, index)
+            made = cast(
+                object, source.problem(self.card, split, index)
+            )  # what a user wrote may return anything
         except LehrError:
             raise
         except (Exception, SystemExit) as error:  # the boundary to code that a user wrote
@@ -62,7 +65,7 @@ class Domain:
         return made
 
     def require_usable(self) -> None:
-        """Load the code and make one task. Raises ``ConfigError`` or ``UnknownName`` that says what to correct:
+        """Load the code and make a task of each split. Raises ``ConfigError`` or ``UnknownName`` that says what to correct:
         code that fails, an environment or a verifier that does not exist.
         """
         card = self.folder / CARD
@@ -78,9 +81,9 @@ class Domain:
             raise UnknownName.among(
                 "environment", self.card.environment, ENVIRONMENTS, hint=f"Correct `environment` in {card}."
             )
-        first = next((split for split, size in self.card.splits.items() if size > 0), None)
-        if first is not None:
-            self.problem(first, 0)
+        for split, size in self.card.splits.items():
+            if size > 0:
+                self.problem(split, 0)
 
     def environment(self) -> Environment:
         """Return the environment that runs this domain's episodes."""
@@ -120,7 +123,7 @@ def find_domains(paths: Iterable[Path | str] = ()) -> dict[str, Domain]:
 
 
 def open_domain(name: str, paths: Iterable[Path | str] = ()) -> Domain:
-    """Return one domain that can be used: its code is loaded and made a task.
+    """Return one domain that can be used: its code is loaded and made tasks.
 
     Raises ``UnknownName`` with near matches, or the error that says what is wrong with this domain.
     """

@@ -47,7 +47,7 @@ def list_(folders: tuple[Path, ...], as_json: bool) -> None:
     columns = ["id", "title", "capabilities", "turns", "train", "heldout"]
     if any(row["note"] for row in rows):
         columns.insert(1, "note")
-    show(rows, as_json=as_json, columns=columns)
+    show(rows, as_json=as_json, columns=columns, cut=["title", "capabilities"])
     if broken and not as_json:
         for name, error in broken.items():
             click.echo(f"{name} cannot be used: {error}", err=True)
