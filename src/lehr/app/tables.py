@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 _PIPED_WIDTH = 160
+_GAP = 3
+_LEAST = 8
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -53,6 +55,9 @@ def show(
     from rich.text import Text
 
     names = list(columns or rows[0])
+    cells = {name: [_cell(row.get(name)) for row in rows] for name in names}
+    out = console()
+    most = _shares({name: longest([name, *cells[name]]) for name in names}, cut, out.width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in names:
         numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
@@ -61,12 +66,23 @@ def show(
             name.replace("_", " "),
             justify="right" if numeric else "left",
             no_wrap=whole or name in cut,
-            min_width=longest(_cell(row.get(name)) for row in rows) if whole else None,
+            min_width=longest([name, *cells[name]]) if whole else None,
+            max_width=most.get(name),
             overflow="ellipsis" if name in cut else "fold",
         )
-    for row in rows:
-        table.add_row(*(Text(_cell(row.get(name))) for name in names))
-    console().print(table, crop=False)
+    for index in range(len(rows)):
+        table.add_row(*(Text(cells[name][index]) for name in names))
+    out.print(table, crop=False)
+
+
+def _shares(widths: Mapping[str, int], cut: Sequence[str], width: int) -> dict[str, int]:
+    """Return the most that each column of ``cut`` may take, so that a table of ``widths`` fits ``width``."""
+    wanted = {name: size for name, size in widths.items() if name in cut}
+    spare = width - sum(size for name, size in widths.items() if name not in cut) - _GAP * len(widths)
+    total = sum(wanted.values())
+    return {
+        name: size if total <= spare else max(_LEAST, spare * size // total) for name, size in wanted.items()
+    }
 
 
 def longest(texts: Iterable[str]) -> int:

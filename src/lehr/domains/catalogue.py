@@ -65,8 +65,10 @@ class Domain:
         return made
 
     def require_usable(self) -> None:
-        """Load the code and make a task of each split. Raises ``ConfigError`` or ``UnknownName`` that says what to correct:
-        code that fails, an environment or a verifier that does not exist.
+        """Load the code and make a task of each split.
+
+        Raises ``ConfigError`` or ``UnknownName`` that says what to correct: code that fails, an environment or a
+        verifier that does not exist.
         """
         card = self.folder / CARD
         source = self._source  # first: it may register verifiers
