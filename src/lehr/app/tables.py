@@ -16,7 +16,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 
 _PIPED_WIDTH = 160
 _GAP = 3
-_LEAST = 8
+_LEAST = 6
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -67,8 +67,8 @@ class Domain:
     def require_usable(self) -> None:
         """Load the code and make a task of each split.
 
-        Raises ``ConfigError`` or ``UnknownName`` that says what to correct: code that fails, an environment or a
-        verifier that does not exist.
+        Raises ``ConfigError`` or ``UnknownName`` that says what to correct: code that fails, an environment or
+        a verifier that does not exist.
         """
         card = self.folder / CARD
         source = self._source  # first: it may register verifiers

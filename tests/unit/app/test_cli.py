@@ -56,6 +56,14 @@ def test_a_misspelt_option_exits_2_and_says_where_help_is(capsys: pytest.Capture
     assert "--model" in error and "lehr quickstart --help" in error
 
 
+@pytest.mark.parametrize("argv", [["domains", "show", "a", "--index"], ["--debug", "domains", "show", "--in"]])
+def test_an_option_without_its_value_names_the_help_of_its_command(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(argv) == 2
+    assert "next: lehr domains show --help" in capsys.readouterr().err
+
+
 def test_an_unknown_domain_exits_2_with_near_matches_and_the_next_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
