@@ -44,6 +44,8 @@ def print_summary(summary: Summary, out: Console) -> None:
         out.print(
             f"{difference_title(name):<20}{difference_text(difference)}, paired over {difference.n} tasks"
         )
+    for note in summary.notes:
+        out.print(f"note: {note}", markup=False, style="yellow")
 
 
 def rate_text(rate: Rate) -> str:
