@@ -36,7 +36,7 @@ def report_error(error: BaseException, session: Session) -> int:
         click.echo(error.format_message())
         return 0
     if isinstance(error, click.UsageError):
-        command = error.ctx.command_path if error.ctx else "lehr"
+        command = error.ctx.command_path if error.ctx else session.command
         _say(f"error: {_sentence(error.format_message())}", f"next: {command} --help")
         return 2
     if isinstance(error, click.ClickException):

@@ -83,17 +83,35 @@ def lehr(session: Session, debug: bool) -> None:
     session.debug = debug
 
 
+def command_typed(args: Sequence[str]) -> str:
+    """Return the command that ``args`` begin with, as far as it exists: ``lehr domains show``."""
+    command: click.Command = lehr
+    path = "lehr"
+    context = click.Context(lehr, info_name=path)
+    for word in args:
+        if word.startswith("-") and command is lehr:
+            continue
+        known = isinstance(command, click.Group) and word in command.list_commands(context)
+        below = command.get_command(context, word) if known and isinstance(command, click.Group) else None
+        if below is None:
+            break
+        command, path = below, f"{path} {word}"
+    return path
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status. Never raises."""
     session = Session()
+    args = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = sys.argv[1:] if argv is None else list(argv)
         result = lehr.main(args=args, prog_name="lehr", standalone_mode=False, obj=session)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except BaseException as error:  # the boundary: everything becomes a message and a status
+        if isinstance(error, click.UsageError) and error.ctx is None:
+            session.command = command_typed(args)
         return report_error(error, session)
     return result if isinstance(result, int) else 0
 

@@ -43,6 +43,8 @@ class _Work:
         self.facts: dict[str, Fact] = {}
 
     def counts(self) -> str:
+        if self.meter.total is None and not self.meter.done:
+            return ""
         total = "" if self.meter.total is None else f"/{self.meter.total}"
         return f"{self.meter.done}{total} {self.unit}"
 

@@ -12,10 +12,12 @@ class Session:
     """Filled in as a command goes on, so that the error boundary can say how to go on after a failure.
 
     run: the run folder at work, once there is one.
+    command: the command that was typed, with the one below it, such as ``lehr domains show``.
     """
 
     debug: bool = False
     run: Path | None = None
+    command: str = "lehr"
 
     @property
     def resume_command(self) -> str | None:
@@ -34,6 +36,11 @@ def shown(path: Path) -> str:
 
 
 def state_folder() -> Path:
-    """Return the folder for logs that belong to no run: ``$XDG_STATE_HOME/lehr`` or ``~/.local/state/lehr``."""
+    """Return the folder for logs that belong to no run: ``$LEHR_HOME/logs``, else ``$XDG_STATE_HOME/lehr`` or
+    ``~/.local/state/lehr``.
+    """
+    own = os.environ.get("LEHR_HOME")
+    if own:
+        return Path(own) / "logs"
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "lehr"

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -44,6 +44,8 @@ def load(kind: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
         raise ConfigError(f"no such file: {path}", hint="Check the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", expected="valid TOML") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from error
     return resolve(kind, raw, overrides, where=str(path))
 
 
@@ -89,15 +91,12 @@ def _assign(tree: Any, keys: list[str], value: Any, item: str) -> None:
 
 
 def explain(kind: type[BaseModel], error: ValidationError) -> str:
-    """Return one line per problem; for an unknown key, with the nearest known one."""
+    """Return one line per problem; for an unknown key, with the nearest ones known at its place."""
     lines: list[str] = []
-    known = sorted(_field_names(kind, set()))
     for item in error.errors():
         path = ".".join(str(p) for p in item["loc"])
         if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-            meant = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
-            lines.append(f"unknown key {path!r}{meant}")
+            lines.append(f"unknown key {path!r}; {_known(kind, item['loc'])}")
         elif item["type"] == "tuple_type":
             lines.append(f"{path}: expected a list in brackets (got {item.get('input')!r})")
         else:
@@ -105,15 +104,42 @@ def explain(kind: type[BaseModel], error: ValidationError) -> str:
     return "\n  ".join(lines)
 
 
-def _field_names(kind: type[BaseModel], seen: set[type[BaseModel]]) -> set[str]:
-    if kind in seen:
-        return set()
-    seen.add(kind)
-    names = set(kind.model_fields)
-    for field in kind.model_fields.values():
-        for part in _models_in(field.annotation):
-            names |= _field_names(part, seen)
-    return names
+def _known(kind: type[BaseModel], loc: Sequence[int | str]) -> str:
+    """Return what to say after an unknown key: the nearest keys of its level, else where it belongs and all of
+    the level.
+    """
+    level, key = _level(kind, loc[:-1]), str(loc[-1])
+    names = sorted({name for model in level for name in model.model_fields})
+    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    deeper = sorted({path for model in level for path in _paths_to(model, key, ())})
+    belongs = f"{' or '.join(map(repr, deeper[:3]))} exists; " if deeper else ""
+    return f"{belongs}known keys: {', '.join(names)}"
+
+
+def _level(kind: type[BaseModel], loc: Iterable[int | str]) -> list[type[BaseModel]]:
+    """Return the models that may stand at ``loc``; in a union, the one whose ``type`` was named."""
+    level = [kind]
+    for part in loc:
+        below = [
+            found
+            for model in level
+            if str(part) in model.model_fields
+            for found in _models_in(model.model_fields[str(part)].annotation)
+        ]
+        tagged = [m for m in level if "type" in m.model_fields and m.model_fields["type"].default == part]
+        level = below or tagged or level
+    return level
+
+
+def _paths_to(kind: type[BaseModel], key: str, above: tuple[str, ...]) -> Iterable[str]:
+    """Yield where below ``kind`` a key of this name stands, dotted."""
+    for name, field in kind.model_fields.items():
+        for model in _models_in(field.annotation):
+            if key in model.model_fields:
+                yield ".".join((*above, name, key))
+            yield from _paths_to(model, key, (*above, name))
 
 
 def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:

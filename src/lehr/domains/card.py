@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from lehr.domains.base import DomainCard
 CARD = "domain.toml"
 BUILT_IN = Path(__file__).parent
 LOCAL = Path("domains")
+_ID = re.compile(r"""^\s*id\s*=\s*["']([^"'\n]+)["']""", re.MULTILINE)
 
 
 def read_card(folder: Path) -> DomainCard:
@@ -21,26 +25,73 @@ def read_card(folder: Path) -> DomainCard:
     return load(DomainCard, folder / CARD)
 
 
-def find_cards(paths: Iterable[Path | str] = ()) -> Mapping[str, tuple[DomainCard, Path]]:
-    """Return (card, folder) by id: the built-in domains, those in ``./domains``, and those below ``paths``.
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A domain folder that was found.
 
-    A later one replaces an earlier one of the same id, except that two folders of one search path must
-    differ. Raises ``ConfigError`` for a path that does not exist or a card that cannot be read.
+    card: what stands in its ``domain.toml``, or the error for one that cannot be used.
+    replaces_built_in: whether a built-in domain has the same id and is hidden by this one.
     """
-    found: dict[str, tuple[DomainCard, Path]] = {}
+
+    id: str
+    folder: Path
+    card: DomainCard | ConfigError
+    replaces_built_in: bool = False
+
+
+def find_cards(paths: Iterable[Path | str] = ()) -> Mapping[str, Entry]:
+    """Return what was found by id: the built-in domains, those in ``./domains``, and those below ``paths``.
+
+    A later one replaces an earlier one of the same id; two folders of one search path that share an id are both
+    unusable. A card that cannot be read is an entry like others, under the id that it claims or else under
+    the name of its folder. Raises ``ConfigError`` for a path that does not exist.
+    """
+    found: dict[str, Entry] = {}
     for path in (BUILT_IN, LOCAL, *map(Path, paths)):
         if not path.exists():
             if path is LOCAL:
                 continue
             raise ConfigError(f"no such folder: {path}", expected=f"a folder that holds a {CARD}")
-        here: dict[str, tuple[DomainCard, Path]] = {}
+        here: dict[str, Entry] = {}
         for folder in _folders(path):
-            card = read_card(folder)
-            if card.id in here:
-                raise ConfigError(f"domain {card.id!r} stands in {here[card.id][1]} and in {folder}")
-            here[card.id] = (card, folder)
-        found.update(here)
+            entry = _entry(folder, path)
+            if (other := here.get(entry.id)) is not None:
+                error = ConfigError(
+                    f"domain {entry.id!r} stands in {other.folder} and in {folder}",
+                    expected="one folder for each id",
+                    hint=f"Change `id` in one {CARD}, or remove a folder.",
+                )
+                entry = replace(entry, card=error)
+            here[entry.id] = entry
+        hidden = set(built_in_ids() if path is not BUILT_IN else ())
+        found.update({name: replace(e, replaces_built_in=name in hidden) for name, e in here.items()})
     return found
+
+
+@cache
+def built_in_ids() -> frozenset[str]:
+    """Return the ids of the domains that come with lehr."""
+    return frozenset(_entry(folder, BUILT_IN).id for folder in _folders(BUILT_IN))
+
+
+def _entry(folder: Path, below: Path) -> Entry:
+    try:
+        card = read_card(folder)
+    except ConfigError as error:
+        return Entry(_claimed_id(folder) or _name_of(folder, below), folder, error)
+    return Entry(card.id, folder, card)
+
+
+def _name_of(folder: Path, below: Path) -> str:
+    return folder.name if folder == below else folder.relative_to(below).as_posix()
+
+
+def _claimed_id(folder: Path) -> str:
+    try:
+        found = _ID.search((folder / CARD).read_text())
+    except (OSError, ValueError):
+        return ""
+    return found[1] if found else ""
 
 
 def _folders(path: Path) -> Iterator[Path]:

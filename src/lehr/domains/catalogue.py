@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
-from lehr.core.errors import ConfigError, UnknownName
+from lehr.core.errors import ConfigError, LehrError, UnknownName
 from lehr.core.task import Problem, Split
 from lehr.domains.base import DomainCard, Environment, Source
-from lehr.domains.card import BUILT_IN, find_cards
+from lehr.domains.card import BUILT_IN, CARD, find_cards
 from lehr.domains.environments import ENVIRONMENTS
+from lehr.domains.generator import failed, load_source
 from lehr.sandbox import roots
 from lehr.sandbox.images import declaration
 from lehr.sandbox.taskbox import named_steps
-
-
-@runtime_checkable
-class FolderSource(Protocol):
-    """A source that reads files of its domain's folder."""
-
-    def bind(self, folder: Path) -> Source:
-        """Return the source for the domain that stands in ``folder``."""
-        ...
+from lehr.verify import verifiers
+from lehr.verify.base import VERIFIERS
 
 
 class Domain:
-    """A domain on disk. Its code is loaded when the first problem is asked for.
+    """A domain on disk. Its code is loaded when it is first needed.
 
     digest: 8 hex digits over everything in the folder and the code of its generator; part of every task's
     id, so that an id names the same task always.
@@ -51,10 +43,53 @@ class Domain:
             raise ConfigError(
                 f"{self.card.id} has no task {index} in split {split!r}", expected=f"an index below {size}"
             )
-        made = self._source.problem(self.card, split, index)
+        made = self._make(split, index)
         name = f"{self.card.id}@{self.digest}/{split}/{index}"
         image = declaration.absolute(made.task.image, self.folder.resolve())
         return Problem(made.task.model_copy(update={"id": name, "image": image}), made.gold)
+
+    def _make(self, split: Split, index: int) -> Problem:
+        source = self._source
+        try:
+            made = cast(
+                object, source.problem(self.card, split, index)
+            )  # what a user wrote may return anything
+        except LehrError:
+            raise
+        except (Exception, SystemExit) as error:  # the boundary to code that a user wrote
+            if self.folder.is_relative_to(BUILT_IN):
+                raise
+            raise failed(self.card, self.folder, f"cannot make task {split}/{index}", error) from error
+        if not isinstance(made, Problem):
+            raise ConfigError(
+                f"domain {self.card.id!r}: its source made {made!r:.80} of task {split}/{index}",
+                expected="a lehr.core.task.Problem",
+                hint=f"Correct `problem` of {self.card.generator} in {self.folder}.",
+            )
+        return made
+
+    def require_usable(self) -> None:
+        """Load the code and make a task of each split.
+
+        Raises ``ConfigError`` or ``UnknownName`` that says what to correct: code that fails, an environment or
+        a verifier that does not exist.
+        """
+        card = self.folder / CARD
+        source = self._source  # first: it may register verifiers
+        del source
+        verifiers.register(VERIFIERS)
+        for term in self.card.reward:
+            if term.verifier not in set(VERIFIERS):
+                raise UnknownName.among(
+                    "verifier", term.verifier, VERIFIERS, hint=f"Correct `reward` in {card}."
+                )
+        if self.card.environment not in set(ENVIRONMENTS):
+            raise UnknownName.among(
+                "environment", self.card.environment, ENVIRONMENTS, hint=f"Correct `environment` in {card}."
+            )
+        for split, size in self.card.splits.items():
+            if size > 0:
+                self.problem(split, 0)
 
     def environment(self) -> Environment:
         """Return the environment that runs this domain's episodes."""
@@ -92,21 +127,53 @@ class Domain:
 
     @cached_property
     def _source(self) -> Source:
-        source = _load(self.card.generator, self.folder)
-        return source.bind(self.folder) if isinstance(source, FolderSource) else cast(Source, source)
+        return load_source(self.card, self.folder)
 
 
 def find_domains(paths: Iterable[Path | str] = ()) -> dict[str, Domain]:
-    """Return every domain by id: built-in ones, those in ``./domains``, and those below ``paths``."""
-    return {name: Domain(card, folder) for name, (card, folder) in sorted(find_cards(paths).items())}
+    """Return every domain whose card can be read, by id: built-in ones, those in ``./domains``, and those below
+    ``paths``. Runs no code of theirs.
+    """
+    entries = sorted(find_cards(paths).items())
+    return {n: Domain(e.card, e.folder) for n, e in entries if not isinstance(e.card, ConfigError)}
 
 
 def open_domain(name: str, paths: Iterable[Path | str] = ()) -> Domain:
-    """Return one domain. Raises ``UnknownName`` with near matches."""
-    found = find_domains(paths)
+    """Return one domain that can be used: its code is loaded and made tasks.
+
+    Raises ``UnknownName`` with near matches, or the error that says what is wrong with this domain.
+    """
+    found = find_cards(paths)
     if name not in found:
-        raise UnknownName.among("domain", name, found, hint="`lehr domains list` shows all of them.")
-    return found[name]
+        for (
+            entry
+        ) in found.values():  # a card so broken that its id is not known: its folder's name speaks for it
+            if isinstance(entry.card, ConfigError) and entry.folder.name == name.rpartition("/")[2]:
+                raise entry.card
+        hint = "`lehr domains list` shows all of them."
+        if "*" in name:
+            hint += " Patterns work for `lehr eval`; a recipe names its domains one by one."
+        raise UnknownName.among("domain", name, found, hint=hint)
+    entry = found[name]
+    if isinstance(entry.card, ConfigError):
+        raise entry.card
+    domain = Domain(entry.card, entry.folder)
+    domain.require_usable()
+    return domain
+
+
+def match_domains(patterns: Iterable[str], paths: Iterable[Path | str] = ()) -> list[str]:
+    """Return the names that ``patterns`` stand for, each once: ``reasoning/*`` is every domain below
+    ``reasoning``. Raises ``UnknownName`` for a pattern that fits none.
+    """
+    found = find_domains(tuple(paths))
+    names: dict[str, None] = {}
+    for pattern in patterns:
+        fitting = fnmatch.filter(found, pattern) if "*" in pattern else [pattern]
+        if not fitting:
+            raise UnknownName.among("domain", pattern, found, hint="`lehr domains list` shows all of them.")
+        names.update(dict.fromkeys(fitting))
+    return list(names)
 
 
 def _content(folder: Path) -> list[Path]:
@@ -115,31 +182,3 @@ def _content(folder: Path) -> list[Path]:
         for file in folder.rglob("*")
         if file.is_file() and "__pycache__" not in file.parts and not file.name.startswith(".")
     )
-
-
-def _load(generator: str, folder: Path) -> object:
-    module_name, colon, attribute = generator.partition(":")
-    if not colon:
-        raise ConfigError(f"cannot read generator {generator!r}", expected="module:object or file.py:object")
-    try:
-        if module_name.endswith(".py"):
-            module = _load_file(folder / module_name)
-        else:
-            module = importlib.import_module(module_name)
-        return getattr(module, attribute)
-    except (ImportError, AttributeError, FileNotFoundError) as error:
-        raise ConfigError(
-            f"the generator {generator!r} of {folder} cannot be loaded: {error}",
-            hint=f"Correct `generator` in {folder / 'domain.toml'}.",
-        ) from error
-
-
-def _load_file(file: Path) -> object:
-    name = f"lehr_domain_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(f"no such file: {file}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

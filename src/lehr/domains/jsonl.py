@@ -3,10 +3,12 @@
 Each line is ``{"prompt": "...", "expected": {"field": value, ...}}`` with an optional ``"answer"`` (a full
 completion; the expected fields as one JSON line where it is missing). The kind of a field follows from its
 values: whole numbers, decimal numbers, dates as ``YYYY-MM-DD``, true or false, else text.
+:mod:`lehr.domains.making` writes such a domain.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
@@ -26,7 +28,6 @@ SYSTEM = "Answer with one JSON object."
 SHAPE = '{"prompt": "...", "expected": {"field": value}}'
 FEWEST = 8
 LARGEST_BYTES = 256 << 20
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(?:/[a-z0-9][a-z0-9_-]*)*")
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 SPLITS: tuple[Split, ...] = ("train", "validation", "heldout")
 
@@ -77,8 +78,15 @@ def _field(value: Any, where: str) -> Mapping[str, Any]:
             raise ConfigError(f"{where} is not a finite number")
         return {"type": "amount", "value": repr(value)}
     if isinstance(value, str):
-        return {"type": "date" if _DATE.fullmatch(value) else "text", "value": value}
+        return {"type": "date" if _is_date(value) else "text", "value": value}
     raise ConfigError(f"{where} is a list or an object", expected="text, a number, true, false or null")
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return bool(_DATE.fullmatch(text)) and bool(datetime.date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 class JsonlSource:
@@ -100,7 +108,14 @@ class _Bound:
         }
 
     def problem(self, card: DomainCard, split: Split, index: int) -> Problem:
-        row = self._rows[split][index]
+        rows = self._rows[split]
+        if index >= len(rows):
+            raise ConfigError(
+                f"{self._folder / DATA} has {len(rows)} tasks of split {split!r}, its {CARD} says "
+                f"{card.splits.get(split, 0)}",
+                hint=f"Correct `splits` in {self._folder / CARD}, or make the domain again.",
+            )
+        row = rows[index]
         task = task_of(card, split, index, system=str(card.options.get("system", SYSTEM)), user=row.prompt)
         return Problem(task, Gold((row.answer,), {"fields": row.fields}))
 
@@ -111,6 +126,34 @@ def read_rows(file: Path) -> list[tuple[Row, Split]]:
     About one in six prompts is held out and one in ten is for validation, by a hash of the prompt; each of the
     three gets at least one. Raises ``ConfigError`` naming the line.
     """
+    return with_splits([row for _, row in numbered_rows(file)], file)
+
+
+def with_splits(rows: Sequence[Row], file: Path) -> list[tuple[Row, Split]]:
+    """Return ``rows``, which came from ``file``, each with its split. Raises ``ConfigError`` for too few."""
+    prompts = sorted({row.prompt for row in rows}, key=_hash)
+    if len(prompts) < FEWEST:
+        raise ConfigError(
+            f"{file} has {len(prompts)} different prompts",
+            expected=f"at least {FEWEST}, so that training, validation and held-out tasks differ",
+            hint="Add lines.",
+        )
+    heldout, validation = max(1, len(prompts) // 6), max(1, len(prompts) // 10)
+    homes: dict[str, Split] = dict.fromkeys(prompts, "train")
+    homes.update(dict.fromkeys(prompts[:heldout], "heldout"))
+    homes.update(dict.fromkeys(prompts[heldout : heldout + validation], "validation"))
+    return [(row, homes[row.prompt]) for row in rows]
+
+
+def numbered_rows(file: Path) -> list[tuple[int, Row]]:
+    """Return every row with the number of its line. Raises ``ConfigError`` naming the line."""
+    rows = [(n, Row.parse(line, f"{file}, line {n}")) for n, line in read_lines(file)]
+    read = _with_kinds_by_column([row for _, row in rows])
+    return [(n, row) for (n, _), row in zip(rows, read, strict=True)]
+
+
+def read_lines(file: Path) -> list[tuple[int, str]]:
+    """Return the lines that are not blank, with their numbers."""
     try:
         if file.stat().st_size > LARGEST_BYTES:
             raise ConfigError(f"{file} is larger than {LARGEST_BYTES >> 20} MiB")
@@ -119,19 +162,7 @@ def read_rows(file: Path) -> list[tuple[Row, Split]]:
         raise ConfigError(f"no such file: {file}", hint="Check the path.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {file}: {error}", expected="UTF-8 text") from error
-    rows = [Row.parse(line, f"{file}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    rows = _with_kinds_by_column(rows)
-    prompts = sorted({row.prompt for row in rows}, key=_hash)
-    if len(prompts) < FEWEST:
-        raise ConfigError(
-            f"{file} has {len(prompts)} different prompts",
-            expected=f"at least {FEWEST}, so that training, validation and held-out tasks differ",
-        )
-    heldout, validation = max(1, len(prompts) // 6), max(1, len(prompts) // 10)
-    homes: dict[str, Split] = dict.fromkeys(prompts, "train")
-    homes.update(dict.fromkeys(prompts[:heldout], "heldout"))
-    homes.update(dict.fromkeys(prompts[heldout : heldout + validation], "validation"))
-    return [(row, homes[row.prompt]) for row in rows]
+    return [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
 
 
 def _with_kinds_by_column(rows: list[Row]) -> list[Row]:
@@ -150,50 +181,6 @@ def _with_kinds_by_column(rows: list[Row]) -> list[Row]:
 
 def _hash(prompt: str) -> str:
     return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
-
-
-def new_from_jsonl(name: str, file: Path, into: Path) -> Path:
-    """Write the domain ``name`` below ``into`` from a file of JSON lines, and return its folder.
-
-    Raises ``ConfigError`` for a name that is no path-like name, a folder that exists, or a line that cannot be
-    used; then nothing is written.
-    """
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"cannot use {name!r} as a domain's name",
-            expected="lower-case words joined by /, such as my/tickets",
-        )
-    folder = into / name
-    if folder.exists():
-        raise ConfigError(f"{folder} exists already", hint="Choose another name, or remove the folder.")
-    rows = read_rows(file)
-    sizes: dict[Split, int] = {split: sum(home == split for _, home in rows) for split in SPLITS}
-    longest = max(len(row.answer.encode()) for row, _ in rows)
-    folder.mkdir(parents=True)
-    (folder / DATA).write_bytes(file.read_bytes())
-    (folder / CARD).write_text(_card_text(name, file, sizes, max_tokens=min(2048, 32 + longest // 2)))
-    return folder
-
-
-def _card_text(name: str, file: Path, sizes: Mapping[Split, int], *, max_tokens: int) -> str:
-    splits = "\n".join(f"{split} = {size}" for split, size in sizes.items())
-    return f"""id = {json.dumps(name)}
-title = {json.dumps(name)}
-description = "Made from JSON lines; each field is compared on its parsed value."
-source = {json.dumps(file.name)}
-licence = "unknown"
-generator = "lehr.domains.jsonl:SOURCE"
-environment = "answer"
-reward = ["match_fields {{ weight: 1.0 }}"]
-max_tokens = {max_tokens}
-timeout_s = 300
-
-[options]
-system = {json.dumps(SYSTEM)}
-
-[splits]
-{splits}
-"""
 
 
 SOURCE = JsonlSource()

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 from lehr.core.reward import Reward
 from lehr.core.task import Message, Task
-from lehr.core.trace import Sampling
+from lehr.core.trace import Sampling, Segment
 from lehr.domains.catalogue import Domain, open_domain
+from lehr.model.base import Renderer
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.models import locate_model, trained_model
 from lehr.pipeline.observer import Observer, Silent
 from lehr.pipeline.sampler import Sampler, open_sampler
 from lehr.rollout.group import GroupPlan
 
+Speaker = Literal["assistant", "tool"]
+
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one model answered; ``reward`` is None for a free prompt."""
+    """What one model answered; ``reward`` is None for a free prompt.
+
+    turns: who said what, where the environment answered in between; else one turn of the assistant.
+    cut: whether the token limit ended it.
+    """
 
     text: str
     reward: Reward | None = None
+    turns: tuple[tuple[Speaker, str], ...] = ()
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,37 +46,47 @@ class Comparison:
     after: Said
 
 
-def try_run(
-    run: Path,
-    prompt: str | None = None,
-    domain: str | None = None,
-    *,
-    count: int = 3,
-    max_tokens: int = 128,
-    observer: Observer | None = None,
-) -> list[Comparison]:
-    """Answer with the base model and with the trained one, greedily.
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What both models are asked, checked: their folders, and tasks with their domains and indices."""
 
-    Give ``prompt`` (any text) or ``domain`` (its first ``count`` held-out tasks, judged); with neither,
-    one task of each domain of the run.
+    base: str
+    trained: Path
+    work: Sequence[tuple[Task, Domain | None, int]]
+
+
+def prepare(
+    run: Path, prompt: str | None = None, domain: str | None = None, *, count: int = 3, max_tokens: int = 128
+) -> Question:
+    """Return what to ask. Give ``prompt`` (any text) or ``domain`` (its first ``count`` held-out tasks,
+    judged); with neither, one task of each domain of the run.
+
+    Starts nothing. Raises ``ConfigError`` for a folder that is no run or has no trained checkpoint yet, and
+    ``UnknownName`` for a domain that does not exist.
     """
-    observer = observer or Silent()
     _, recipe = RunFolder.open(run)
-    models = [locate_model(recipe.model, observer), trained_model(run)]
+    trained = trained_model(run)
     if prompt is not None:
         task = Task(
             id="prompt", domain="", messages=(Message(role="user", content=prompt),), max_tokens=max_tokens
         )
-        work: list[tuple[Task, Domain | None, int]] = [(task, None, 0)]
-    else:
-        names = [domain] if domain else list(recipe.domains)
-        opened = [open_domain(name, recipe.domain_paths) for name in names]
-        for each_domain in opened:
-            each_domain.make_ready(observer.note)
-        each = count if domain else 1
-        work = [(d.problem("heldout", i).task, d, i) for d in opened for i in range(each)]
-    before, after = (asyncio.run(_answers(model, work)) for model in models)
-    prompts = [task.messages[-1].content for task, _, _ in work]
+        return Question(recipe.model, trained, [(task, None, 0)])
+    names = [domain] if domain else list(recipe.domains)
+    opened = [open_domain(name, recipe.domain_paths) for name in names]
+    each = count if domain else 1
+    sizes = {d.card.id: min(each, d.card.splits.get("heldout", 0)) for d in opened}
+    work = [(d.problem("heldout", i).task, d, i) for d in opened for i in range(sizes[d.card.id])]
+    return Question(recipe.model, trained, work)
+
+
+def compare(question: Question, observer: Observer | None = None) -> list[Comparison]:
+    """Answer with the base model and with the trained one, greedily."""
+    observer = observer or Silent()
+    for domain in {domain.card.id: domain for _, domain, _ in question.work if domain}.values():
+        domain.make_ready(observer.note)
+    models = [locate_model(question.base, observer), question.trained]
+    before, after = (asyncio.run(_answers(model, question.work)) for model in models)
+    prompts = [task.messages[-1].content for task, _, _ in question.work]
     return [Comparison(p, b, a) for p, b, a in zip(prompts, before, after, strict=True)]
 
 
@@ -82,10 +103,22 @@ async def _answer(sampler: Sampler, task: Task, domain: Domain | None, index: in
         completion = await sampler.engine.generate(
             tokens, Sampling(temperature=0.0, max_tokens=task.max_tokens), timeout_s=300
         )
-        return Said(sampler.renderer.text([int(t) for t in completion.tokens]))
+        text = sampler.renderer.text([int(t) for t in completion.tokens])
+        return Said(text, cut=completion.stop == "length")
     plan = GroupPlan(f"try-{index}", domain, domain.problem("heldout", index), 1, greedy, 0)
     judged = (await sampler.runner.run(plan)).members[0]
-    segment = judged.trace.segments[-1]
-    prompt_tokens = int(segment.turns[0]) if len(segment.turns) else len(segment)
-    text = sampler.renderer.text([int(t) for t in segment.tokens[prompt_tokens:]])
-    return Said(text, judged.reward)
+    if not judged.trace.segments:
+        return Said("", judged.reward)
+    turns = tuple(_turns(judged.trace.segments[-1], sampler.renderer))
+    text = "\n".join(said for _, said in turns)
+    return Said(text, judged.reward, turns, cut=judged.trace.stop == "length")
+
+
+def _turns(segment: Segment, renderer: Renderer) -> Iterator[tuple[Speaker, str]]:
+    """Yield who said what after the prompt."""
+    start = int(segment.turns[0]) if len(segment.turns) else len(segment)
+    pairs = zip(segment.own[start:].tolist(), segment.tokens[start:].tolist(), strict=True)
+    for own, run in groupby(pairs, key=lambda pair: pair[0]):
+        text = renderer.text([token for _, token in run]).strip()
+        if text:
+            yield ("assistant" if own else "tool"), text

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lehr.core.errors import ConfigError
 from lehr.core.task import Split
-from lehr.domains.catalogue import open_domain
+from lehr.domains.catalogue import match_domains, open_domain
 from lehr.evals.stats import wilson
 from lehr.evals.suite import Result, Suite, run_suite
-from lehr.pipeline.models import locate_model
+from lehr.pipeline.models import locate_model, require_model
 from lehr.pipeline.observer import Observer, Silent
 from lehr.pipeline.sampler import open_sampler
 
@@ -36,20 +37,31 @@ def evaluate_model(
     count: int = 100,
     seed: int = 0,
     concurrency: int = 80,
-    domain_paths: Sequence[str] = (),
+    domain_paths: Sequence[Path | str] = (),
     observer: Observer | None = None,
 ) -> list[Row]:
     """Return a row per domain for one greedy attempt at each of its first ``count`` tasks.
 
-    ``model`` is a name, a Hugging Face folder or a run folder (its last stage).
+    ``model`` is a name, a Hugging Face folder or a run folder (its last stage); ``domains`` are names or
+    patterns such as ``reasoning/*``. Where a domain has fewer tasks than ``count``, the observer is told.
     """
     observer = observer or Silent()
-    suite = Suite({name: open_domain(name, domain_paths) for name in domains}, split, count, seed)
-    for domain in suite.domains.values():
+    opened = {name: open_domain(name, domain_paths) for name in match_domains(domains, domain_paths)}
+    require_model(model)
+    for name, domain in opened.items():
+        size = domain.card.splits.get(split, 0)
+        if not size:
+            raise ConfigError(
+                f"{name} has no {split} tasks",
+                expected=f"one of the splits {', '.join(s for s, n in domain.card.splits.items() if n)}",
+            )
+        if size < count:
+            observer.note(f"{name} has {size} {split} tasks; all of them are measured, not {count}")
+    for domain in opened.values():
         domain.make_ready(observer.note)
     folder = locate_model(model, observer)
-    results = asyncio.run(_measure(folder, suite, concurrency, observer))
-    return [_row(name, [r for r in results if r.domain == name]) for name in domains]
+    results = asyncio.run(_measure(folder, Suite(opened, split, count, seed), concurrency, observer))
+    return [_row(name, [r for r in results if r.domain == name]) for name in opened]
 
 
 def _row(domain: str, results: Sequence[Result]) -> Row:

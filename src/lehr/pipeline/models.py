@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lehr.core.errors import UnknownName
+from lehr.core.errors import ConfigError, UnknownName
 from lehr.model.chat import ChatRenderer
 from lehr.model.fetch import MODELS, fetch, home, locate
 from lehr.model.tokenizer import ByteTokenizer, load_tokenizer, read_json
 from lehr.pipeline.folder import RunFolder
-from lehr.pipeline.observer import Observer, Silent
+from lehr.pipeline.observer import Observer
 
 TINY = "tiny"
 """A random model of a few layers with a byte tokenizer, built on the spot."""
@@ -47,13 +47,28 @@ def _placed(name: str) -> Path:
 
 
 def trained_model(run: Path) -> Path:
-    """Return the checkpoint of the run's last finished stage that is not a control, or its base model."""
+    """Return the checkpoint of the run's last finished stage that is not a control.
+
+    Raises ``ConfigError`` where no stage of the run has finished yet.
+    """
+    found = last_checkpoint(run)
+    if found is None:
+        raise ConfigError(
+            f"{run} has no trained checkpoint yet",
+            expected="a run with at least one finished stage",
+            hint=f"Go on with it: `lehr runs resume {run}`",
+        )
+    return found
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """Return what :func:`trained_model` does, or None where no stage of the run has finished yet."""
     folder, recipe = RunFolder.open(run)
     for stage in reversed(recipe.stages):
         path = folder.checkpoint(stage.name)
         if stage.type != "control" and (path / "config.json").exists():
             return path
-    return locate_model(recipe.model, Silent())
+    return None
 
 
 def load_renderer(folder: Path) -> ChatRenderer:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lehr.core.config import Config
+from lehr.core.config import Config, load, resolve
+from lehr.core.errors import ConfigError
 from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
 from lehr.train.base import TrainConfig
@@ -194,3 +198,28 @@ def quickstart_recipe(model: str = "smollm2-135m", *, control: bool = False, see
     if control:
         stages.append(ControlStage())
     return Recipe(model=model, stages=tuple(stages), seed=seed, evaluation=evaluation)
+
+
+NAMED: Mapping[str, Callable[[], Recipe]] = {
+    "quickstart": quickstart_recipe,
+    "control": partial(quickstart_recipe, control=True),
+    "tiny": partial(quickstart_recipe, "tiny"),
+}
+"""Recipes that come with lehr, for ``lehr train NAME``."""
+
+
+def load_recipe(name: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a TOML file, or the one that comes with lehr under this name, with overrides.
+
+    Raises ``ConfigError`` that names the file and the key.
+    """
+    if not name.exists() and str(name) in NAMED:
+        body = NAMED[str(name)]().model_dump(mode="json")
+        return resolve(Recipe, body, overrides, where=f"recipe {name}")
+    if not name.exists():
+        raise ConfigError(
+            f"no such file: {name}",
+            expected=f"a recipe in TOML, or one that comes with lehr: {', '.join(NAMED)}",
+            hint="Check the path.",
+        )
+    return load(Recipe, name, overrides)

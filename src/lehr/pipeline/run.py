@@ -37,13 +37,13 @@ from lehr.train.remote import RemoteTrainer
 
 FLUSH_S = 2.0
 
-STAGES: dict[str, Callable[[Context, Any, Path], Awaitable[None]]] = {
+STAGES: dict[str, Callable[[Context, Any, Path], Awaitable[str | None]]] = {
     "sft": run_sft,
     "reject": run_reject,
     "rl": run_rl,
     "control": run_control,
 }
-"""A stage's type and what runs it."""
+"""A stage's type and what runs it. What it returns, if anything, is the stage's last line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +117,12 @@ async def _stages(ctx: Context, model: Path) -> None:
         if not ctx.ledger.stage_done(stage.name):
             ctx.folder.require_space()
             ctx.ledger.begin_stage(stage.name)
-            await STAGES[stage.type](ctx, stage, previous)
+            closing = await STAGES[stage.type](ctx, stage, previous)
             await ctx.trainer.save(current, resumable=False)
             ctx.ledger.end_stage(stage.name)
             ctx.observer.finish(stage.name, seconds=round(ctx.ledger.stage_seconds(stage.name), 1))
+            if closing:
+                ctx.observer.note(closing)
             await ctx.sync_weights()
         elif not ctx.ledger.stage_done(f"measure {stage.name}"):
             await ctx.trainer.load(current, optimizer=False)

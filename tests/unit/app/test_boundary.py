@@ -98,3 +98,13 @@ def test_debug_shows_the_traceback(session, capsys: pytest.CaptureFixture[str]) 
     session.debug = True
     assert report_error(ZeroDivisionError("oh"), session) == 70
     assert "ZeroDivisionError: oh" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_the_log_of_a_defect_outside_a_run_goes_to_lehr_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LEHR_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert report_error(ZeroDivisionError("oh"), Session()) == 70
+    (log,) = (tmp_path / "home" / "logs").glob("error-*.log")
+    assert str(log) in capsys.readouterr().err and not (tmp_path / "state").exists()

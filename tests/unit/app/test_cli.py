@@ -56,6 +56,14 @@ def test_a_misspelt_option_exits_2_and_says_where_help_is(capsys: pytest.Capture
     assert "--model" in error and "lehr quickstart --help" in error
 
 
+@pytest.mark.parametrize("argv", [["domains", "show", "a", "--index"], ["--debug", "domains", "show", "--in"]])
+def test_an_option_without_its_value_names_the_help_of_its_command(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(argv) == 2
+    assert "next: lehr domains show --help" in capsys.readouterr().err
+
+
 def test_an_unknown_domain_exits_2_with_near_matches_and_the_next_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -146,6 +154,66 @@ def test_a_domain_made_from_json_lines_is_listed_and_shown(
     assert "Ticket" in capsys.readouterr().out
 
 
+def test_one_broken_domain_leaves_the_others_listed_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, extra in (("my/bad", 'titel = "x"\n'), ("code/functions", "")):
+        folder = tmp_path / "domains" / name
+        folder.mkdir(parents=True)
+        (folder / "domain.toml").write_text(
+            f'id = "{name}"\ntitle = "t"\ngenerator = "s.py:SOURCE"\nreward = ["match_answer"]\n{extra}'
+        )
+    assert run(["domains", "list"]) == 0
+    said = capsys.readouterr()
+    assert "replaces built-in" in said.out and "my/bad" in said.out and "documents/invoices" in said.out
+    assert "my/bad cannot be used" in said.err and "titel" in said.err
+    assert run(["domains", "list", "--json"]) == 0
+    rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)}
+    assert "titel" in rows["my/bad"]["error"] and rows["code/functions"]["note"] == "replaces built-in"
+    assert run(["domains", "show", "documents/invoices"]) == 0
+    assert run(["domains", "show", "my/bad"]) == 2
+
+
+def test_a_domain_whose_code_fails_is_said_before_any_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lehr.pipeline.sampler.LocalCluster", None)
+    monkeypatch.setattr("lehr.pipeline.run.LocalCluster", None)
+    folder = tmp_path / "domains" / "my" / "exc"
+    folder.mkdir(parents=True)
+    (folder / "domain.toml").write_text(
+        'id = "my/exc"\ntitle = "t"\ngenerator = "source.py:SOURCE"\nreward = ["match_answer"]\n'
+    )
+    (folder / "source.py").write_text("SOURCE = 1/0\n")
+    (tmp_path / "r.toml").write_text('model = "tiny"\ndomains = ["my/exc"]\n[[stages]]\ntype = "sft"\n')
+    for argv in (
+        ["domains", "show", "my/exc"],
+        ["eval", "my/exc", "--model", "tiny"],
+        ["train", "r.toml", "--run", "run"],
+        ["train", "r.toml", "--check"],
+    ):
+        assert run(argv) == 2, argv
+        error = capsys.readouterr().err
+        assert "'my/exc'" in error and "source.py, line 1: ZeroDivisionError: division by zero" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("width", [30, 80])
+def test_ids_are_never_cut(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for what, ids in (("domains", ["reasoning/word_sequence_reversal"]), ("models", ["smollm2-135m"])):
+        assert run([what, "list"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        for name in ids:
+            assert any(line.strip().startswith(name) for line in lines)
+        if width == 80:
+            assert max(map(len, lines)) <= width
+
+
 def test_a_yaml_task_that_is_too_large_names_both_sizes_and_the_switch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +226,8 @@ def test_a_yaml_task_that_is_too_large_names_both_sizes_and_the_switch(
     error = capsys.readouterr().err
     assert "4000 asked" in error and "here" in error and "--clamp-resources" in error
     assert run(["domains", "show", str(file), "--clamp-resources"]) == 0
+    assert "run_static_checks (weight 0.3)" in capsys.readouterr().out
+    assert run(["domains", "show", str(file), "--clamp-resources", "--json"]) == 0
     task = json.loads(capsys.readouterr().out)
     assert task["resources"]["cpu"] < 4000
     assert [term["weight"] for term in task["reward"]] == [1.0, 0.3]

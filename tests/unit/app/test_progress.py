@@ -85,3 +85,13 @@ def test_live_display_leaves_a_line_per_stage_and_shows_time_left() -> None:
     assert "✓ measure base" in text and "✓ sft" in text
     progress.finish("whole", seconds=13)
     assert "✓ whole" in out.getvalue()
+
+
+def test_a_stage_that_counts_nothing_shows_no_count() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=True, color_system=None)
+    progress = LiveProgress(console, VirtualClock())
+    progress.stage("start", None, "roles")
+    console.print(progress.render())
+    progress.finish("start", seconds=2)
+    assert "✓ start" in out.getvalue() and "0 roles" not in out.getvalue()

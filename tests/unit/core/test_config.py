@@ -36,9 +36,16 @@ def test_an_unknown_key_names_the_nearest_one() -> None:
         resolve(Outer, {"stages": [{"type": "right", "heigth": 1}]})
 
 
-def test_an_unknown_key_that_is_near_nothing_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"known keys: .*inner.*learning_rate.*seed.*stages"):
+def test_an_unknown_key_that_is_near_nothing_lists_the_known_ones_of_its_level() -> None:
+    with pytest.raises(ConfigError, match=r"known keys: inner, seed, stages\.$"):
         resolve(Outer, {"zzz": 1})
+    with pytest.raises(ConfigError, match=r"known keys: height, type\.$"):
+        resolve(Outer, {"stages": [{"type": "right", "zzz": 1}]})
+
+
+def test_a_key_at_the_wrong_level_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"'inner\.learning_rate' exists; known keys: inner, seed, stages"):
+        resolve(Outer, {"learning_rate": 1})
 
 
 def test_every_problem_is_told_with_its_value() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
+from lehr.app.commands.domains import IN
 from lehr.app.tables import json_option
 from lehr.core.task import Split
 
@@ -21,11 +23,17 @@ from lehr.core.task import Split
     show_default=True,
     help="Which tasks.",
 )
+@IN
 @json_option
-def eval_(domains: tuple[str, ...], model: str, count: int, split: Split, as_json: bool) -> None:
+def eval_(
+    domains: tuple[str, ...], model: str, count: int, split: Split, folders: tuple[Path, ...], as_json: bool
+) -> None:
     """Measure a model on domains: one greedy attempt at each task.
 
-    With a run folder as the model, its last stage is measured, on the same tasks as in its report.
+    DOMAINS are names, or patterns such as 'reasoning/*'. With a run folder as the model, its last stage is
+    measured, on the same tasks as in its report. A few verdicts may differ from the report's: where the model
+    computes in bfloat16, which attempts share a batch decides how sums are rounded, and so, now and then, which
+    of two nearly equal tokens comes first.
     """
     from lehr.app.preflight import require_fit_host
     from lehr.app.progress import progress
@@ -34,7 +42,9 @@ def eval_(domains: tuple[str, ...], model: str, count: int, split: Split, as_jso
 
     require_fit_host()
     with progress(console(stderr=True)) as observer:
-        found = evaluate_model(model, domains, split=split, count=count, observer=observer)
+        found = evaluate_model(
+            model, domains, split=split, count=count, domain_paths=folders, observer=observer
+        )
     rows = [asdict(row) | {"rate": row.passed / row.n if row.n else None} for row in found]
     if as_json:
         show(rows, as_json=True)

@@ -78,6 +78,7 @@ def show_(run: Path, as_json: bool) -> None:
         stages=record.labels,
         seconds=record.seconds,
         pairs=record.pairs,
+        notes=record.notes,
     )
     stages = [{"stage": s.name, "state": s.state, "seconds": round(s.seconds, 1)} for s in record.stages]
     if as_json:

@@ -13,6 +13,7 @@ from lehr.app.tables import json_option
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from lehr.pipeline.compare import Comparison, Said
 
@@ -34,20 +35,16 @@ def try_(run: Path, prompt: str | None, count: int, max_tokens: int, as_json: bo
     from lehr.app.preflight import require_fit_host
     from lehr.app.progress import progress
     from lehr.app.tables import console, print_json
-    from lehr.pipeline.compare import try_run
+    from lehr.pipeline.compare import compare, prepare
 
+    domain = prompt if prompt is not None and _DOMAIN.fullmatch(prompt) else None
+    question = prepare(run, None if domain else prompt, domain, count=count, max_tokens=max_tokens)
+    if len(question.work) < count and domain:
+        click.echo(f"{domain} has {len(question.work)} held-out tasks", err=True)
     require_fit_host()
     click.echo("asking the base model, then the trained one …", err=True)
-    domain = prompt if prompt is not None and _DOMAIN.fullmatch(prompt) else None
     with progress(console(stderr=True)) as observer:
-        pairs = try_run(
-            run,
-            None if domain else prompt,
-            domain,
-            count=count,
-            max_tokens=max_tokens,
-            observer=observer,
-        )
+        pairs = compare(question, observer)
     if as_json:
         print_json([asdict(pair) for pair in pairs])
         return
@@ -68,8 +65,27 @@ def _show(pair: Comparison, out: Console) -> None:
     table = Table(box=box.ROUNDED, expand=True, border_style="dim")
     for name, said in (("before", pair.before), ("after", pair.after)):
         table.add_column(Text.assemble((name, "bold"), "  ", _verdict(said)), ratio=1)
-    table.add_row(Text(visible(pair.before.text.strip())), Text(visible(pair.after.text.strip())))
+    table.add_row(_answer(pair.before), _answer(pair.after))
     out.print(table)
+
+
+def _answer(said: Said) -> Text:
+    """Return the answer; where the environment spoke in between, with the speaker above each turn."""
+    from rich.text import Text
+
+    from lehr.app.report.svg import visible
+
+    turns = said.turns or (("assistant", said.text),)
+    answer = Text()
+    for speaker, text in turns:
+        if len(turns) > 1:
+            name = "tool output" if speaker == "tool" else speaker
+            answer.append(f"{name}\n", "bold cyan" if speaker == "tool" else "bold")
+        answer.append(visible(text.strip()) + "\n", "dim" if speaker == "tool" else "")
+    if said.cut:
+        answer.append("… cut off by the token limit", "yellow")
+    answer.rstrip()
+    return answer
 
 
 def _verdict(said: Said) -> tuple[str, str]:

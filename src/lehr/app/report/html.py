@@ -71,6 +71,7 @@ def render(page: Page) -> str:
         tag("header", tag("h1", escaped(page.title)) + '<button id="theme" type="button">light / dark</button>')
         + tag("div", "   ·   ".join(f"{escaped(k)} {escaped(v)}" for k, v in page.facts.items()), class_="soft")
         + _tiles(page.summary)
+        + "".join(tag("p", f"<b>Note.</b> {escaped(note)}") for note in page.summary.notes)
         + "".join(sections),
     )
     return (

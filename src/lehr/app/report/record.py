@@ -18,13 +18,17 @@ from lehr.ledger.reader import LedgerReader
 from lehr.ledger.rows import EvaluationRow, StageRow
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.recipe import Recipe
+from lehr.pipeline.records import ENDED_EARLY
 from lehr.rollout.base import Judged
 from lehr.wire.codec import decode
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A run as it is on disk. ``groups`` counts the final states of all groups of all RL stages."""
+    """A run as it is on disk. ``groups`` counts the final states of all groups of all RL stages.
+
+    notes: what a reader of the numbers must know, such as that a stage ended before its last step.
+    """
 
     folder: RunFolder
     recipe: Recipe
@@ -33,6 +37,7 @@ class Record:
     attempts: tuple[Attempt, ...]
     lines: tuple[Line, ...]
     groups: Mapping[str, int]
+    notes: tuple[str, ...] = ()
 
     @property
     def labels(self) -> list[str]:
@@ -76,12 +81,16 @@ def read_record(path: Path) -> Record:
         for stage in recipe.stages:
             if stage.type == "rl":
                 groups += reader.group_states(stage.name)
+        events = reader.events(ENDED_EARLY)
+        ended = {str(event.fields.get("stage")): str(event.fields.get("text")) for event in events}
     finally:
         reader.close()
     labels = {"base", *(stage.name for stage in recipe.stages)}
     attempts = tuple(_attempt(row, blobs) for row in rows if row.label in labels)
     lines = tuple(read_metrics(folder.metrics))
-    return Record(folder, recipe, started, stages, attempts, lines, dict(groups.most_common()))
+    return Record(
+        folder, recipe, started, stages, attempts, lines, dict(groups.most_common()), tuple(ended.values())
+    )
 
 
 def _attempt(row: EvaluationRow, blobs: BlobStore) -> Attempt:

@@ -43,7 +43,7 @@ class Rate:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """stages: per stage, a rate per domain. pooled: per stage, over all domains. paired: for "rl_minus_sft"
-    and the like, pooled; paired_by_domain: the same for each domain.
+    and the like, pooled; paired_by_domain: the same for each domain. notes: what else must be known.
     """
 
     stages: Mapping[str, Mapping[str, Rate]]
@@ -51,6 +51,7 @@ class Summary:
     paired: Mapping[str, Paired]
     paired_by_domain: Mapping[str, Mapping[str, Paired]]
     seconds: Mapping[str, float]
+    notes: Sequence[str] = ()
 
     @property
     def domains(self) -> list[str]:
@@ -72,6 +73,7 @@ class Summary:
                 for name, d in self.paired.items()
             },
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
+            "notes": list(self.notes),
         }
 
 
@@ -82,6 +84,7 @@ def summarise(
     stages: Sequence[str],
     seconds: Mapping[str, float],
     pairs: Sequence[tuple[str, str]] = (),
+    notes: Sequence[str] = (),
 ) -> Summary:
     """Return the summary of ``attempts``. ``stages`` gives the order; those without attempts are left out.
 
@@ -112,6 +115,7 @@ def summarise(
         paired=paired,
         paired_by_domain=by_domain,
         seconds=dict(seconds),
+        notes=tuple(notes),
     )
 
 

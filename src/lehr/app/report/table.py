@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lehr.app.report.summary import Rate, Summary
+from lehr.app.tables import longest
 from lehr.evals.stats import Paired
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def print_summary(summary: Summary, out: Console) -> None:
         out.print("Nothing has been measured yet.")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("domain")
+    table.add_column("domain", no_wrap=True, min_width=longest(summary.domains))
     for stage in summary.stages:
         table.add_column(title_of(stage), justify="right")
     for domain in summary.domains:
@@ -38,11 +39,13 @@ def print_summary(summary: Summary, out: Console) -> None:
         table.add_row("all", *(rate_text(rate) for rate in summary.pooled.values()), style="bold")
     out.print()
     out.print("Held-out tasks solved, with 95 % intervals", style="bold")
-    out.print(table)
+    out.print(table, crop=False)
     for name, difference in summary.paired.items():
         out.print(
             f"{difference_title(name):<20}{difference_text(difference)}, paired over {difference.n} tasks"
         )
+    for note in summary.notes:
+        out.print(f"note: {note}", markup=False, style="yellow")
 
 
 def rate_text(rate: Rate) -> str:

@@ -28,6 +28,7 @@ def write_report(run: Path) -> tuple[Summary, Path]:
         stages=record.labels,
         seconds=record.seconds,
         pairs=record.pairs,
+        notes=record.notes,
     )
     replace_text(run / "summary.json", json.dumps(summary.as_json(), indent=2) + "\n")
     page = run / "report.html"

@@ -20,7 +20,7 @@ from lehr.core.trace import Sampling, Version
 from lehr.ledger.rows import ResumeView
 from lehr.pipeline.context import Context
 from lehr.pipeline.recipe import RlStage
-from lehr.pipeline.records import keep_trace, load_group
+from lehr.pipeline.records import ENDED_EARLY, keep_trace, load_group
 from lehr.pipeline.samples import DomainScales, to_samples
 from lehr.pipeline.stages.rl_metrics import group_metrics
 from lehr.rollout.base import DropReason, Group
@@ -32,9 +32,12 @@ from lehr.schedule.base import Outcome
 from lehr.schedule.scheduler import PassRateScheduler, SchedulerConfig
 
 
-async def run_rl(ctx: Context, stage: RlStage, start: Path) -> None:
-    """Train from ``start``, or from the last checkpoint inside the stage when it is resumed."""
-    await _RlRun(ctx, stage).run(start)
+async def run_rl(ctx: Context, stage: RlStage, start: Path) -> str:
+    """Train from ``start``, or from the last checkpoint inside the stage when it is resumed.
+
+    Returns a sentence where the stage ended early or trained less than it was to, else nothing.
+    """
+    return await _RlRun(ctx, stage).run(start)
 
 
 class _RlRun:
@@ -65,8 +68,10 @@ class _RlRun:
         self.busy_s = self.verified_s = 0.0
         self.own_tokens = 0
         self.syncing: asyncio.Task[None] | None = None
+        self.trained = 0
+        self.why = ""
 
-    async def run(self, start: Path) -> None:
+    async def run(self, start: Path) -> str:
         ctx, stage = self.ctx, self.stage
         first = await self._restore(start)
         await ctx.allot(ctx.division.shared_sampling, ctx.division.shared_training)
@@ -84,6 +89,12 @@ class _RlRun:
             await asyncio.gather(*pending, return_exceptions=True)
         for group in ctx.ledger.open_groups(stage.name):
             ctx.ledger.drop_group(group.id, "stage_over")
+        if self.trained >= stage.steps:
+            return ""
+        why = self.why or "other steps found nothing to learn from"
+        text = f"{stage.name.upper()} ended after {self.trained} of {stage.steps} steps: {why}"
+        ctx.ledger.event(ENDED_EARLY, stage=stage.name, text=text)
+        return text
 
     async def _dispatch(self) -> None:
         try:
@@ -97,7 +108,7 @@ class _RlRun:
         begun, starved = time.monotonic(), 0
         for step in range(first, stage.steps + 1):
             if stage.time_limit_s is not None and time.monotonic() - begun > stage.time_limit_s:
-                ctx.observer.note(f"stopped after {step - 1} steps: the time limit of the stage is reached")
+                self.why = "the time limit of the stage is reached"
                 break
             waited = time.monotonic()
             filled = await self._take()
@@ -111,8 +122,9 @@ class _RlRun:
                 ctx.ledger.event("rl.starved", step=step, refused=filled.refused)
                 if not filled.groups:
                     if starved >= stage.starved_steps:
-                        ctx.observer.note(f"{stage.name} ends early: {self._why_starved()}")
+                        self.why = self._why_starved()
                         break
+                    self.why = f"{filled.refused} groups in a row taught nothing"
                     continue
             await self._step(step, filled.groups, waited)
             if len(filled.groups) < stage.groups_per_batch:  # the version rose, but fewer places came free
@@ -150,6 +162,7 @@ class _RlRun:
         result = await self._apply(step, groups)
         trained_s = time.monotonic() - begun
         ctx.ledger.mark_trained(stage.name, step)
+        self.trained += 1
         await self._synced()
         self.syncing = asyncio.create_task(self._put_in_force(step, await ctx.publish_weights()))
         stats, verified_s = await ctx.engine.stats(), ctx.verifying.seconds
@@ -290,6 +303,7 @@ class _RlRun:
             self.scheduler.restore(view.scheduler)
         self.ordinal = view.drawn
         done = checkpoint.step if checkpoint else 0
+        self.trained = len({batch.step for batch in view.batches})
         replay = [batch for batch in view.batches if batch.step > done]
         if replay:
             ctx.observer.stage(f"{stage.name} replay", len(replay), "steps")

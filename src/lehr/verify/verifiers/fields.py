@@ -39,7 +39,12 @@ async def match_fields(task: Task, evidence: Evidence, gold: Gold, boxes: Boxes)
     fields: Mapping[str, Field] = gold.data.get("fields", {})
     if not fields:
         return NoScore("verifier_crash", f"{task.id} expects no fields")
-    given = read_object(evidence.answer)
+    return score_fields(evidence.answer, fields)
+
+
+def score_fields(answer: str, fields: Mapping[str, Field]) -> Score:
+    """Return the share of ``fields`` that ``answer`` holds, and which are wrong."""
+    given = read_object(answer)
     if given is None:
         return Score(0.0, "the answer is not one JSON object")
     wrong: list[str] = [name for name, field in fields.items() if not _right(field, given, name)]
