@@ -131,6 +131,16 @@ def test_quickstart_walks_through_all_stages_and_reports(tmp_path: Path, start: 
     assert roles(tmp_path / "run") == {}
 
 
+def test_a_request_to_stop_is_heeded_like_ctrl_c(folder: Path, start: Start) -> None:
+    process = start(folder, "train", "small.toml", "--run", "run")
+    until(process, "sft epoch 1")
+    process.send_signal(signal.SIGTERM)
+    status, out = finish(process)
+    assert status == 143, out
+    assert "lehr runs resume run" in out and "Traceback" not in out
+    assert roles(folder / "run") == {}
+
+
 def test_ctrl_c_stops_cleanly_and_only_the_same_config_resumes(folder: Path, start: Start) -> None:
     process = start(folder, "train", "small.toml", "--run", "run")
     until(process, "sft epoch 1")

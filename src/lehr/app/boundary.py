@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import tempfile
 import time
 import traceback
@@ -19,6 +20,12 @@ from lehr.core.errors import ConfigError, HostUnfit, LehrError, MissingDependenc
 MISTAKES = (ConfigError, UnknownName, MissingDependency, HostUnfit)
 """What the person who typed the command can put right: exit status 2."""
 
+PATHS = (
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
+"""What is wrong with a path that somebody gave, rather than with lehr."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -31,7 +38,7 @@ def report_error(error: BaseException, session: Session) -> int:
     causes = list(_causes(error))
     if any(isinstance(cause, KeyboardInterrupt | click.Abort) for cause in causes):
         _say("stopped", *_resume("Everything up to here is kept. Resume with", session))
-        return 130
+        return 128 + session.stopped_by
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         click.echo(error.format_message())
         return 0
@@ -51,6 +58,14 @@ def report_error(error: BaseException, session: Session) -> int:
         expected = f"expected {known.expected}" if known.expected else ""
         _say(f"error: {known.what}", expected, known.hint, *going_on)
         return 2 if mistake else 1
+    place = next((c for c in causes if isinstance(c, OSError) and c.filename and c.errno in PATHS), None)
+    if place is not None:
+        _say(
+            f"error: cannot use {os.fsdecode(place.filename)}: {place.strerror}",
+            "Check the path, and LEHR_HOME if it lies there.",
+            *_resume("What was recorded is kept. Resume with", session),
+        )
+        return 1
     return _defect(error, session)
 
 

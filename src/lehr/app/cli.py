@@ -5,7 +5,7 @@ an error becomes a message and an exit status.
     1    a run failed, or a check found something; what was done is kept, the message says how to go on
     2    a mistake in what was asked: what failed, what was expected, what to type next
     70   a defect of lehr: one line, and the file that holds the traceback
-    130  stopped by Ctrl-C
+    130  stopped by Ctrl-C; by SIGTERM 143, by SIGHUP 129
 
 A new command is a module in ``lehr.app.commands`` and a line in ``COMMANDS``.
 """
@@ -15,8 +15,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import NamedTuple
 
 import click
@@ -99,9 +101,9 @@ def command_typed(args: Sequence[str]) -> str:
     return path
 
 
-def run(argv: Sequence[str] | None = None) -> int:
+def run(argv: Sequence[str] | None = None, session: Session | None = None) -> int:
     """Run one command line and return its exit status. Never raises."""
-    session = Session()
+    session = session or Session()
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         result = lehr.main(args=args, prog_name="lehr", standalone_mode=False, obj=session)
@@ -118,4 +120,15 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Run the program and exit with its status."""
-    sys.exit(run())
+    session = Session()
+
+    def stop(number: int, _: FrameType | None) -> None:
+        session.stopped_by = number
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, stop)
+    sys.exit(run(session=session))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,13 @@ class Session:
 
     run: the run folder at work, once there is one.
     command: the command that was typed, with the one below it, such as ``lehr domains show``.
+    stopped_by: the signal that asked the program to stop, if one did.
     """
 
     debug: bool = False
     run: Path | None = None
     command: str = "lehr"
+    stopped_by: int = signal.SIGINT
 
     @property
     def resume_command(self) -> str | None:

@@ -20,7 +20,7 @@ C = TypeVar("C", bound="Config")
 class Config(BaseModel):
     """Base of every configuration class. Frozen; a field is documented under the field."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     def digest(self) -> str:
         """Return 16 hex digits that change when any resolved value changes."""
@@ -39,7 +39,7 @@ def load(kind: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
     Raises :class:`ConfigError` that names the file, the key, and the nearest known key.
     """
     try:
-        raw = tomllib.loads(path.read_text())
+        raw = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigError(f"no such file: {path}", hint="Check the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -93,14 +93,21 @@ def _assign(tree: Any, keys: list[str], value: Any, item: str) -> None:
 def explain(kind: type[BaseModel], error: ValidationError) -> str:
     """Return one line per problem; for an unknown key, with the nearest ones known at its place."""
     lines: list[str] = []
-    for item in error.errors():
+    problems = error.errors()
+    inner = {item["loc"][0] for item in problems if len(item["loc"]) > 1}
+    for item in problems:
+        if item["type"] == "too_short" and item["loc"][0] in inner:
+            continue  # what is in it could not be read, and so it counts as empty
         path = ".".join(str(p) for p in item["loc"])
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {path!r}; {_known(kind, item['loc'])}")
         elif item["type"] == "tuple_type":
             lines.append(f"{path}: expected a list in brackets (got {item.get('input')!r})")
+        elif item["type"] == "value_error":
+            text = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{path}: {text}" if path else text)
         else:
-            lines.append(f"{path or 'value'}: {item['msg']} (got {item.get('input')!r})")
+            lines.append(f"{path or 'value'}: {item['msg']} (got {item.get('input')!r:.200})")
     return "\n  ".join(lines)
 
 

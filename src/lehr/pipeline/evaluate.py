@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lehr.core.errors import ConfigError
+from lehr.core.reward import Invalid, Reward
 from lehr.core.task import Split
 from lehr.domains.catalogue import match_domains, open_domain
 from lehr.evals.stats import wilson
@@ -19,7 +21,10 @@ from lehr.pipeline.sampler import open_sampler
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One domain's result: a pass rate with its 95 % Wilson interval, and how many could not be judged."""
+    """One domain's result: a pass rate with its 95 % Wilson interval, and how many could not be judged.
+
+    causes: why they could not, with counts, the commonest first.
+    """
 
     domain: str
     n: int
@@ -27,6 +32,7 @@ class Row:
     low: float
     high: float
     invalid: int
+    causes: Mapping[str, int]
 
 
 def evaluate_model(
@@ -68,7 +74,12 @@ def _row(domain: str, results: Sequence[Result]) -> Row:
     valid = [r for r in results if r.valid]
     passed = sum(r.passed for r in valid)
     low, high = wilson(passed, len(valid))
-    return Row(domain, len(valid), passed, low, high, len(results) - len(valid))
+    causes = Counter(_cause(r.judged.reward) for r in results if not r.valid)
+    return Row(domain, len(valid), passed, low, high, len(results) - len(valid), dict(causes.most_common()))
+
+
+def _cause(reward: Reward) -> str:
+    return f"{reward.reason}: {reward.detail}" if isinstance(reward, Invalid) else "not judged"
 
 
 async def _measure(model: Path, suite: Suite, concurrency: int, observer: Observer) -> list[Result]:

@@ -137,7 +137,7 @@ class Recipe(Config):
     domains: tuple[str, ...] = ("code/functions", "documents/invoices", "terminal/files")
     domain_paths: tuple[str, ...] = ()
     """Folders searched for domains besides the built-in ones and ``./domains``."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     stages: tuple[Stage, ...] = Field(min_length=1)
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: NativeConfig = NativeConfig()
@@ -161,6 +161,8 @@ class Recipe(Config):
             seen.add(stage.name)
         if not self.domains:
             raise ValueError("a recipe needs at least one domain")
+        if twice := sorted({name for name in self.domains if self.domains.count(name) > 1}):
+            raise ValueError(f"domains names {', '.join(twice)} more than once")
         if strange := sorted(set(self.sandbox.quotas) - set(self.domains)):
             known = ", ".join(self.domains)
             raise ValueError(

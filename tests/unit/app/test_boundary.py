@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 from pathlib import Path
 
 import click
@@ -108,3 +110,22 @@ def test_the_log_of_a_defect_outside_a_run_goes_to_lehr_home(
     assert report_error(ZeroDivisionError("oh"), Session()) == 70
     (log,) = (tmp_path / "home" / "logs").glob("error-*.log")
     assert str(log) in capsys.readouterr().err and not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, NotADirectoryError, PermissionError, IsADirectoryError])
+def test_a_path_that_cannot_be_used_is_no_defect(
+    kind: type[OSError], session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = {
+        FileNotFoundError: errno.ENOENT, NotADirectoryError: errno.ENOTDIR, PermissionError: errno.EACCES,
+        IsADirectoryError: errno.EISDIR,
+    }[kind]  # fmt: skip
+    group = ExceptionGroup("tasks", [OSError(number, os.strerror(number), "/some/place")])
+    assert report_error(group, session) == 1
+    assert f"cannot use /some/place: {os.strerror(number)}" in capsys.readouterr().err
+    assert report_error(OSError(errno.EBADF, "Bad file descriptor"), session) == 70
+
+
+def test_the_signal_that_stopped_it_is_the_exit_status(session, capsys: pytest.CaptureFixture[str]) -> None:
+    session.stopped_by = signal.SIGTERM
+    assert report_error(KeyboardInterrupt(), session) == 143

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from lehr.core.trace import Sampling
+from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, RequestTooLarge
+from lehr.engine.native.packing import pack
 from lehr.engine.native.stops import cut, find_stop
 from lehr.model.tokenizer import ByteTokenizer
 
@@ -130,3 +132,16 @@ def test_nothing_and_nonsense(bench: Any) -> None:
         with pytest.raises(EngineError):
             engine.submit(tokens, sampling)
     assert engine.idle and engine.step() == []
+
+
+def test_logits_that_are_not_finite_are_a_fault_of_the_engine_and_no_answer(bench: Any) -> None:
+    engine = bench.engine()
+    broken = bench.decoder()
+    with torch.no_grad():
+        for parameter in broken.parameters():
+            parameter.mul_(float("nan"))
+    engine.offer(Version(0, 1), pack(broken))
+    engine.activate(Version(0, 1))
+    engine.submit(bench.prompt(9), Sampling(max_tokens=4))
+    with pytest.raises(EngineError, match="gives logits that are not finite"):
+        engine.step()

@@ -11,7 +11,15 @@ from lehr.core.errors import ConfigError
 from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder, sweep
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
-from lehr.pipeline.recipe import ControlStage, Recipe, RlStage, SandboxConfig, SftStage, quickstart_recipe
+from lehr.pipeline.recipe import (
+    ControlStage,
+    Recipe,
+    RlStage,
+    SandboxConfig,
+    SftStage,
+    load_recipe,
+    quickstart_recipe,
+)
 
 
 def test_cores_are_divided_and_none_is_shared_while_both_work():
@@ -91,6 +99,23 @@ def test_a_control_needs_the_stages_that_it_matches():
         Recipe(stages=(SftStage(), ControlStage()))
     with pytest.raises(ValueError, match="must be unique"):
         Recipe(stages=(RlStage(name="a"), RlStage(name="a")))
+
+
+def test_values_without_a_meaning_are_refused_by_name(tmp_path: Path):
+    file = tmp_path / "r.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + b'[[stages]]\ntype = "sft"\n')
+    assert load_recipe(file).stages, "a byte order mark does no harm"
+    for override, said in (
+        ("stages.0.train.learning_rate=inf", "learning_rate: Input should be a finite number"),
+        ("seed=-1", "seed: Input should be greater"),
+        (f"seed={1 << 63}", "seed: Input should be less"),
+        ('domains=["code/functions","code/functions"]', "domains names code/functions more than once"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_recipe(file, [override])
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(file, ["stages.0.max_epochs=0"])
+    assert "max_epochs" in str(caught.value) and "at least 1 item" not in str(caught.value)
 
 
 def test_quotas_are_of_domains_that_the_recipe_trains():

@@ -27,7 +27,7 @@ from lehr.core.task import Split
 @json_option
 def eval_(
     domains: tuple[str, ...], model: str, count: int, split: Split, folders: tuple[Path, ...], as_json: bool
-) -> None:
+) -> int:
     """Measure a model on domains: one greedy attempt at each task.
 
     DOMAINS are names, or patterns such as 'reasoning/*'. With a run folder as the model, its last stage is
@@ -46,9 +46,10 @@ def eval_(
             model, domains, split=split, count=count, domain_paths=folders, observer=observer
         )
     rows = [asdict(row) | {"rate": row.passed / row.n if row.n else None} for row in found]
+    nothing = not any(row.n for row in found)
     if as_json:
         show(rows, as_json=True)
-        return
+        return int(nothing)
     show(
         [
             {
@@ -62,3 +63,7 @@ def eval_(
         ],
         as_json=False,
     )
+    for row in found:
+        for cause, count in row.causes.items():
+            click.echo(f"{row.domain}: {count} not judged. {cause}"[:600], err=True)
+    return int(nothing)

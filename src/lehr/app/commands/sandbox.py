@@ -44,7 +44,7 @@ def sandbox() -> None:
 
 @sandbox.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--memory", default="512M", show_default=True, help="Memory of all its processes together.")
-@click.option("--timeout", default=10.0, show_default=True, type=click.FloatRange(0.01), help="Seconds.")
+@click.option("--timeout", default=10.0, show_default=True, type=click.FloatRange(0.01, 86400), help="Seconds.")
 @click.option("--disk", default="64M", show_default=True, help="What it may write.")
 @click.option("--pids", default=64, show_default=True, type=click.IntRange(1), help="Processes at once.")
 @click.option("--output", default="1M", show_default=True, help="Output that is kept.")
