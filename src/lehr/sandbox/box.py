@@ -22,8 +22,10 @@ from lehr.sandbox.streams import Capture, Feeder
 if TYPE_CHECKING:
     from lehr.sandbox.zygote import Layers
 
-TICK_S = 0.02
-PROMPT_S = 0.025
+TICK_S, LONGEST_TICK_S, SLOWER = 0.01, 0.05, 1.5
+"""How soon a running program is looked at first, how long at most between two looks, and the growth."""
+PROMPT_S = 0.01
+"""CPU time after which a program weighs less than one that has just begun."""
 GRACE_S = 0.35
 PATIENT_S = 3.0
 NICE = 10
@@ -445,6 +447,7 @@ class Watch:
         self._captures: list[Capture] = []
         self._loop = asyncio.get_running_loop()
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._pause_s = TICK_S
         self.reason = ""
 
     def start(self, captures: list[Capture]) -> None:
@@ -467,7 +470,8 @@ class Watch:
         elif self._meter.lost_to_memory():
             self.end("oom")
         else:
-            self._timers["tick"] = self._loop.call_later(TICK_S, self._tick)
+            self._pause_s = min(SLOWER * self._pause_s, LONGEST_TICK_S)
+            self._timers["tick"] = self._loop.call_later(self._pause_s, self._tick)
 
     def end(self, reason: str) -> None:
         """End the exec; the box with it if it does not obey in time."""

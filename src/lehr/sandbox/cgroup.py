@@ -26,9 +26,14 @@ ALLOWANCE_BYTES = 8 << 20
 OWN_PIDS = 2
 """The runner, and room for one that is being reaped."""
 PERIOD_US = 100_000
+SHARES = 1024
+"""What a thread weighs beside others."""
+BOXES_SHARES = SHARES // 2
+"""What all boxes of this process weigh together, on each core, in version 1."""
 PATIENT = {1: 1 / 32, 2: 1 / 4}
 """How much a program weighs that has computed for a while, beside one that has just begun, by the version of
-control groups. In version 1 boxes share a group that weighs as much as all cores, so that only they yield."""
+control groups. In version 1 only boxes yield by it, since they share a group; there a kernel from 5.15 on also
+lets what has just begun go before it at once (``cpu.idle``)."""
 _numbers = itertools.count()
 
 
@@ -233,8 +238,8 @@ def _remove(folder: Path) -> bool:
 class Group:
     """The control group of one box. Made before the box, removed after it.
 
-    Where CPU time is weighed by version 1, all boxes of this process are in one group there, which weighs as
-    much as a thread per core: however many they are, the host and its engines keep their part.
+    Where CPU time is weighed by version 1, all boxes of this process are in one group there, which weighs
+    half as much as a thread per core: however many they are, the host and its engines keep their part.
     """
 
     def __init__(self, places: Places, limits: Limits) -> None:
@@ -252,7 +257,7 @@ class Group:
         try:
             if self._siblings:
                 self._siblings.mkdir(exist_ok=True)
-                _write(self._siblings / "cpu.shares", 1024 * len(os.sched_getaffinity(0)))
+                _write(self._siblings / "cpu.shares", BOXES_SHARES * len(os.sched_getaffinity(0)))
             for folder in self.folders:
                 folder.mkdir()
             self._limit(limits)
@@ -274,6 +279,7 @@ class Group:
                 (v2 / "memory.swap.max").write_text("0")
         if folder := self._v1.get("pids") or self._v2.get("pids"):
             (folder / "pids.max").write_text(pids)
+        self._idles = "cpu" in self._v1 and (self._v1["cpu"] / "cpu.idle").exists()
         self.throttle(True)
 
     def throttle(self, on: bool) -> None:
@@ -283,20 +289,25 @@ class Group:
                 _write(v1 / "cpu.cfs_quota_us", self._quota if on else -1)
             if v2 := self._v2.get("cpu"):
                 _write(v2 / "cpu.max", f"{self._quota if on else 'max'} {PERIOD_US}")
-        self._weigh(1.0 if on else 64.0)
+        self.hurry(True, anew=True)
 
-    def hurry(self, on: bool) -> None:
-        """Let what has just begun go before neighbours that compute for long, or weigh it as any of them."""
-        if on != self._hurried:
-            self._weigh(1.0 if on else PATIENT[1 if self._siblings else 2])
+    def hurry(self, on: bool, *, anew: bool = False) -> None:
+        """Let what has just begun go before neighbours that compute for long, or weigh it as any of them.
 
-    def _weigh(self, share: float) -> None:
-        self._hurried = share >= 1.0
-        with contextlib.suppress(OSError):
+        anew: also if it is so already.
+        """
+        if on == self._hurried and not anew:
+            return
+        self._hurried = on
+        share = 1.0 if on else PATIENT[1 if self._siblings else 2]
+        with contextlib.suppress(OSError):  # the box has gone
             if v1 := self._v1.get("cpu"):
-                _write(v1 / "cpu.shares", int(1024 * share))
+                if self._idles:
+                    _write(v1 / "cpu.idle", int(not on))
+                if on or not self._idles:  # an idle group's shares cannot be written
+                    _write(v1 / "cpu.shares", int(SHARES * share))
             if v2 := self._v2.get("cpu"):
-                _write(v2 / "cpu.weight", min(10_000, int(100 * share)))
+                _write(v2 / "cpu.weight", int(100 * share))
 
     @property
     def doors(self) -> list[str]:
