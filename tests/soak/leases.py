@@ -43,13 +43,16 @@ Fault = Callable[[LeasedBox, random.Random], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Held:
-    """What this process and its boxes take from the host."""
+    """What this process and its boxes take from the host. disk_bytes, folders: in its own temporary folder, and
+    what anybody has in /dev/shm in units of 16 MiB.
+    """
 
     processes: int
     mounts: int
     groups: int
     descriptors: int
-    disk_mib: int
+    disk_bytes: int
+    shared_memory: int
     folders: int
 
     @classmethod
@@ -63,9 +66,10 @@ class Held:
         owned = f"-{os.getpid()}-"
         folders = [place.folder.iterdir() for place in cgroup.find().controllers.values()]
         groups = sum(owned in path.name for group in folders for path in group)
-        disk = sum(shutil.disk_usage(path).used for path in (tempfile.gettempdir(), "/dev/shm")) // (16 * MIB)
-        left = len(os.listdir(tempfile.gettempdir()))
-        return cls(len(below), mounts, groups, len(os.listdir("/proc/self/fd")), disk, left)
+        left = list(Path(tempfile.gettempdir()).rglob("*"))
+        disk = sum(path.lstat().st_blocks * 512 for path in left)
+        shared = shutil.disk_usage("/dev/shm").used // (16 * MIB)
+        return cls(len(below), mounts, groups, len(os.listdir("/proc/self/fd")), disk, shared, len(left))
 
 
 def _below(pid: int) -> list[int]:
@@ -192,12 +196,14 @@ async def soak(count: int, seed: int = 0) -> tuple[Held, Held, Counter[str]]:
 def main(argv: list[str]) -> int:
     """Soak, print what was seen, and fail if anything is left."""
     count = int(argv[0]) if argv else 10_000
-    before, after, ends = asyncio.run(soak(count))
+    with tempfile.TemporaryDirectory(prefix="lehr-soak-") as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        before, after, ends = asyncio.run(soak(count))
     for name, number in ends.most_common():
         print(f"  {number:6d}  {name}")
     print(f"  {ends.total():6d}  in all")
     for name, value in asdict(before).items():
-        print(f"  {name:12} {value} before, {asdict(after)[name]} after")
+        print(f"  {name:14} {value} before, {asdict(after)[name]} after")
     return 0 if before == after and ends.total() == count else 1
 
 
