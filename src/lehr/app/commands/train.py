@@ -18,8 +18,9 @@ from lehr.app.session import Session
 def train(session: Session, recipe: Path, overrides: tuple[str, ...], folder: Path | None, check: bool) -> None:
     """Run the stages of a recipe.
 
-    RECIPE is a TOML file, or the name of one that comes with lehr: quickstart, control, tiny. Values are overridden by KEY=VALUE, for example
-    `seed=7`, `stages.0.train.learning_rate=1e-5` or `'domains=["code/functions"]'`.
+    RECIPE is a TOML file, or the name of one that comes with lehr: quickstart, control, tiny. Values are
+    overridden by KEY=VALUE, for example `seed=7`, `stages.0.train.learning_rate=1e-5` or
+    `'domains=["code/functions"]'`.
     """
     from lehr.app.launch import launch, new_folder
     from lehr.app.preflight import require_fit_host
