@@ -48,7 +48,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What both models are asked, checked: their folders, and tasks with their domains and indices."""
+    """What both models are asked: tasks with their domains and indices. ``base`` may have to be fetched."""
 
     base: str
     trained: Path
@@ -56,10 +56,18 @@ class Question:
 
 
 def prepare(
-    run: Path, prompt: str | None = None, domain: str | None = None, *, count: int = 3, max_tokens: int = 128
+    run: Path,
+    prompt: str | None = None,
+    domain: str | None = None,
+    *,
+    like: str | None = None,
+    count: int = 3,
+    max_tokens: int = 128,
 ) -> Question:
-    """Return what to ask. Give ``prompt`` (any text) or ``domain`` (its first ``count`` held-out tasks,
-    judged); with neither, one task of each domain of the run.
+    """Return what to ask: ``prompt`` (any text), or the first ``count`` held-out tasks of ``domain``, judged;
+    with neither, one task of each domain of the run.
+
+    like: the domain whose system message stands before ``prompt``.
 
     Starts nothing. Raises ``ConfigError`` for a folder that is no run or has no trained checkpoint yet, and
     ``UnknownName`` for a domain that does not exist.
@@ -67,9 +75,12 @@ def prepare(
     _, recipe = RunFolder.open(run)
     trained = trained_model(run)
     if prompt is not None:
-        task = Task(
-            id="prompt", domain="", messages=(Message(role="user", content=prompt),), max_tokens=max_tokens
-        )
+        system: tuple[Message, ...] = ()
+        if like is not None:
+            shown = open_domain(like, recipe.domain_paths).problem("train", 0).task
+            system = tuple(message for message in shown.messages if message.role == "system")
+        messages = (*system, Message(role="user", content=prompt))
+        task = Task(id="prompt", domain="", messages=messages, max_tokens=max_tokens)
         return Question(recipe.model, trained, [(task, None, 0)])
     names = [domain] if domain else list(recipe.domains)
     opened = [open_domain(name, recipe.domain_paths) for name in names]
@@ -109,12 +120,12 @@ async def _answer(sampler: Sampler, task: Task, domain: Domain | None, index: in
     judged = (await sampler.runner.run(plan)).members[0]
     if not judged.trace.segments:
         return Said("", judged.reward)
-    turns = tuple(_turns(judged.trace.segments[-1], sampler.renderer))
+    turns = tuple(turns_of(judged.trace.segments[-1], sampler.renderer))
     text = "\n".join(said for _, said in turns)
     return Said(text, judged.reward, turns, cut=judged.trace.stop == "length")
 
 
-def _turns(segment: Segment, renderer: Renderer) -> Iterator[tuple[Speaker, str]]:
+def turns_of(segment: Segment, renderer: Renderer) -> Iterator[tuple[Speaker, str]]:
     """Yield who said what after the prompt."""
     start = int(segment.turns[0]) if len(segment.turns) else len(segment)
     pairs = zip(segment.own[start:].tolist(), segment.tokens[start:].tolist(), strict=True)

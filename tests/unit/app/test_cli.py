@@ -5,11 +5,20 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lehr.app.cli import COMMANDS, lehr, run
+from lehr.app.commands.try_ import _answer
+from lehr.core.reward import Valid
+from lehr.pipeline.compare import Said, prepare, turns_of
+from lehr.pipeline.evaluate import evaluate_model
+from lehr.pipeline.observer import Silent
+
+from .conftest import judged
 
 HEAVY = {"torch", "transformers", "ray", "vllm"}
 
@@ -212,6 +221,83 @@ def test_ids_are_never_cut(
             assert any(line.strip().startswith(name) for line in lines)
         if width == 80:
             assert max(map(len, lines)) <= width
+
+
+def test_try_checks_what_was_asked_before_it_asks_a_model(
+    made_run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(made_run.path / "checkpoints" / "sft")
+    for argv, said in (
+        ([str(tmp_path / "nothing")], "not a run folder"),
+        ([str(made_run.path)], f"lehr runs resume {made_run.path}"),
+    ):
+        assert run(["try", *argv]) == 2
+        error = capsys.readouterr().err
+        assert said in error and "asking" not in error
+    assert run(["eval", "code/functions", "--model", str(made_run.path)]) == 2
+    assert "no trained checkpoint" in capsys.readouterr().err
+    assert run(["report", str(made_run.path)]) == 0
+    out = capsys.readouterr().out
+    assert "try it" not in out and "lehr runs resume" in out
+
+
+def test_like_puts_the_system_message_of_a_domain_before_a_prompt(made_run) -> None:
+    question = prepare(made_run.path, "Write calc(s).", like="code/functions")
+    ((task, domain, _),) = question.work
+    assert [message.role for message in task.messages] == ["system", "user"] and domain is None
+    assert run(["try", str(made_run.path), "code/functions", "--like", "code/functions"]) == 2
+
+
+def test_try_labels_who_spoke_and_marks_what_was_cut() -> None:
+    turns = (("assistant", "```sh\nls\n```"), ("tool", "a.txt"), ("assistant", "DONE"))
+    text = _answer(Said("", None, turns, cut=True)).plain
+    assert text.splitlines() == [
+        *("assistant", "```sh", "ls", "```", "tool output", "a.txt", "assistant", "DONE"),
+        "… cut off by the token limit",
+    ]
+    assert _answer(Said("42")).plain == "42"
+
+
+def test_turns_are_told_apart_by_whose_tokens_they_are() -> None:
+    class Letters:
+        def text(self, tokens: list[int]) -> str:
+            return bytes(tokens).decode()
+
+    trace = judged("t", "t", "question", "ls", Valid(0.0, {}, None, False)).trace
+    tokens = np.frombuffer(b"questionlsa.txtDONE", np.uint8).astype(np.int32)
+    own = np.array([False] * 8 + [True] * 2 + [False] * 5 + [True] * 4)
+    segment = replace(trace.segments[0], tokens=tokens, own=own, **{
+        name: np.zeros(len(tokens), getattr(trace.segments[0], name).dtype)
+        for name in ("logprobs", "raw_logprobs", "kept_mass", "versions")
+    })  # fmt: skip
+    assert list(turns_of(segment, Letters())) == [("assistant", "ls"), ("tool", "a.txt"), ("assistant", "DONE")]
+
+
+def test_eval_says_how_many_tasks_there_are_and_takes_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+
+    class Notes(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    async def nothing(*args: object) -> list[object]:
+        return []
+
+    monkeypatch.setattr("lehr.pipeline.evaluate._measure", nothing)
+    rows = evaluate_model("tiny", ["code/*", "documents/invoices"], count=9999, observer=Notes())
+    assert [row.domain for row in rows] == ["code/functions", "documents/invoices"]
+    assert notes[0] == "code/functions has 512 heldout tasks; all of them are measured, not 9999"
+
+
+def test_a_recipe_that_comes_with_lehr_is_known_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "tiny", 'domains=["code/functions"]', "stages.2.steps=3", "--check"]) == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    assert recipe["domains"] == ["code/functions"] and recipe["stages"][2]["steps"] == 3
+    assert run(["train", "quickstrat", "--check"]) == 2
+    assert "quickstart" in capsys.readouterr().err
 
 
 def test_a_yaml_task_that_is_too_large_names_both_sizes_and_the_switch(

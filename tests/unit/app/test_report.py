@@ -6,13 +6,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lehr.app.report.curves import budgets, read_metrics, series
 from lehr.app.report.svg import escaped, running_mean, visible
+from lehr.app.report.table import print_summary
 from lehr.app.report.write import write_report
 from lehr.core.errors import ConfigError
 from lehr.evals.stats import wilson
 from lehr.ledger.store import Ledger
+from lehr.pipeline.folder import RunFolder
+from lehr.pipeline.records import ENDED_EARLY
 
 
 def test_summary_counts_only_judged_tasks_and_has_the_promised_shape(made_run) -> None:
@@ -126,3 +130,17 @@ def test_tensorboard_reads_what_was_exported(made_run) -> None:
     found = {(v.tag, event.step): v.simple_value for event in events for v in event.summary.value}
     assert found["rl/loss", 1] == pytest.approx(0.5)
     assert found["rl/pass/code/functions", 5] == pytest.approx(0.5)
+
+
+def test_a_stage_that_ended_early_is_noted_everywhere(made_run, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "RL ended after 0 of 6 steps: 12 groups in a row taught nothing"
+    _, recipe = RunFolder.open(made_run.path)
+    ledger = Ledger.open(made_run.path / "ledger.sqlite", digest=recipe.digest())
+    for said in ("RL ended after 0 of 6 steps: at first", text):
+        ledger.event(ENDED_EARLY, stage="rl", text=said)
+    ledger.close()
+    summary, page = write_report(made_run.path)
+    assert summary.notes == (text,) and text in page.read_text()
+    assert json.loads((made_run.path / "summary.json").read_text())["notes"] == [text]
+    print_summary(summary, Console(width=200))
+    assert f"note: {text}" in capsys.readouterr().out

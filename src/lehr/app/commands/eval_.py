@@ -31,9 +31,9 @@ def eval_(
     """Measure a model on domains: one greedy attempt at each task.
 
     DOMAINS are names, or patterns such as 'reasoning/*'. With a run folder as the model, its last stage is
-    measured, on the same tasks as in its report. A few verdicts may differ from the report's: where the model
-    computes in bfloat16, which attempts share a batch decides how sums are rounded, and so, now and then, which
-    of two nearly equal tokens comes first.
+    measured, on the same tasks as in its report. A few verdicts may differ from the report's where the model
+    computes in bfloat16: sums are rounded according to which attempts share a batch, and so, now and then, the
+    other of two nearly equal tokens comes first.
     """
     from lehr.app.preflight import require_fit_host
     from lehr.app.progress import progress

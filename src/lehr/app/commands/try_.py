@@ -25,8 +25,9 @@ _DOMAIN = re.compile(r"[\w-]+(/[\w-]+)+")
 @click.argument("prompt", required=False, metavar="[PROMPT|DOMAIN]")
 @click.option("--n", "count", default=3, show_default=True, type=click.IntRange(1), help="Tasks of a DOMAIN.")
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="For a PROMPT.")
+@click.option("--like", metavar="DOMAIN", help="Put the system message of this domain before a PROMPT.")
 @json_option
-def try_(run: Path, prompt: str | None, count: int, max_tokens: int, as_json: bool) -> None:
+def try_(run: Path, prompt: str | None, count: int, max_tokens: int, like: str | None, as_json: bool) -> None:
     """Before and after, side by side.
 
     Shows what the base model and the trained one answer: to any PROMPT, to held-out tasks of a DOMAIN (then
@@ -38,7 +39,10 @@ def try_(run: Path, prompt: str | None, count: int, max_tokens: int, as_json: bo
     from lehr.pipeline.compare import compare, prepare
 
     domain = prompt if prompt is not None and _DOMAIN.fullmatch(prompt) else None
-    question = prepare(run, None if domain else prompt, domain, count=count, max_tokens=max_tokens)
+    if like is not None and (domain is not None or prompt is None):
+        raise click.UsageError("--like goes with a PROMPT", click.get_current_context())
+    text = None if domain else prompt
+    question = prepare(run, text, domain, like=like, count=count, max_tokens=max_tokens)
     if len(question.work) < count and domain:
         click.echo(f"{domain} has {len(question.work)} held-out tasks", err=True)
     require_fit_host()

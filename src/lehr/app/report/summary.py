@@ -43,7 +43,8 @@ class Rate:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """stages: per stage, a rate per domain. pooled: per stage, over all domains. paired: for "rl_minus_sft"
-    and the like, pooled; paired_by_domain: the same for each domain. notes: what else must be known.
+    and the like, pooled; paired_by_domain: the same for each domain.
+    notes: what must be known beside the numbers.
     """
 
     stages: Mapping[str, Mapping[str, Rate]]
@@ -73,8 +74,7 @@ class Summary:
                 for name, d in self.paired.items()
             },
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
-            "notes": list(self.notes),
-        }
+        } | ({"notes": list(self.notes)} if self.notes else {})
 
 
 def summarise(

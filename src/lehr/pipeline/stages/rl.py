@@ -91,8 +91,9 @@ class _RlRun:
             ctx.ledger.drop_group(group.id, "stage_over")
         if self.trained >= stage.steps:
             return ""
+        name = "RL" if stage.name == "rl" else f"RL ({stage.name})"
         why = self.why or "other steps found nothing to learn from"
-        text = f"{stage.name.upper()} ended after {self.trained} of {stage.steps} steps: {why}"
+        text = f"{name} ended after {self.trained} of {stage.steps} steps: {why}"
         ctx.ledger.event(ENDED_EARLY, stage=stage.name, text=text)
         return text
 
