@@ -22,7 +22,7 @@ from lehr.pipeline.records import ENDED_EARLY
 def test_summary_counts_only_judged_tasks_and_has_the_promised_shape(made_run) -> None:
     write_report(made_run.path)
     found = json.loads((made_run.path / "summary.json").read_text())
-    assert set(found) == {"stages", "paired", "seconds", "notes"}
+    assert set(found) == {"stages", "paired", "seconds"}
     assert list(found["stages"]) == ["base", "sft", "rl", "sft_more"]
     for stage, passed in made_run.solved.items():
         for domain in made_run.domains:
