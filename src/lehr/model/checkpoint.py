@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lehr.core.errors import ConfigError, OutOfSpace
-from lehr.model.config import ModelConfig
+from lehr.model.config import load_config
 from lehr.model.decoder import Decoder
 from lehr.model.dtype import dtype_name
-from lehr.model.tokenizer import read_json
+from lehr.model.values import read_json
 
 WEIGHTS = "model.safetensors"
 
@@ -32,17 +32,6 @@ class Savable(Protocol):
     def save(self, folder: Path) -> None:
         """Write into ``folder``."""
         ...
-
-
-def load_config(folder: Path) -> ModelConfig:
-    """Return the shape of the model in ``folder``; raises ``ConfigError`` or ``UnknownName``."""
-    raw = read_json(folder / "config.json")
-    if not raw:
-        raise ConfigError(f"no config.json in {folder}", expected="a Hugging Face model folder")
-    try:
-        return ModelConfig.from_hf(raw)
-    except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks the key {error}") from error
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:
@@ -74,7 +63,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """Return the model in ``folder`` with weights of type ``dtype``."""
-    return Decoder.from_hf(load_config(folder), load_tensors(folder), dtype)
+    config, tensors = load_config(folder), load_tensors(folder)
+    try:
+        return Decoder.from_hf(config, tensors, dtype)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error.what}", expected=error.expected, hint=error.hint) from error
 
 
 def file_digest(path: Path) -> str:

@@ -7,12 +7,14 @@ Owns which model families load. To add one: map its keys in :meth:`ModelConfig.f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from lehr.core.config import Config
 from lehr.core.errors import ConfigError, UnknownName
+from lehr.model.values import count, positive, read_json, table, token_ids
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -21,6 +23,9 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 """``model_type`` to transformers class. SmolLM and SmolLM2 are of the type ``llama``."""
+
+MOST_LAYERS = 4096
+MOST_HEADS = 1 << 16
 
 _ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -79,35 +84,43 @@ class ModelConfig(Config):
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the content of a ``config.json``, of old and new transformers alike.
 
-        Raises :class:`UnknownName` for another family, :class:`ConfigError` for a variant that this decoder
-        would compute wrongly.
+        Raises :class:`UnknownName` for another family, ``KeyError`` for a key that is not there, and
+        :class:`ConfigError` for a value that is no such thing or a variant that this decoder would compute
+        wrongly.
         """
-        family = str(raw.get("model_type", ""))
+        family = str(raw["model_type"])
         if family not in FAMILIES:
             raise UnknownName.among("model family", family, FAMILIES)
         _refuse_variants(raw, family)
-        heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+        heads, hidden = count(raw, "num_attention_heads", most=MOST_HEADS), count(raw, "hidden_size")
+        kv_heads = count(raw, "num_key_value_heads", default=heads, most=MOST_HEADS)
+        if heads % kv_heads:
+            raise ConfigError(
+                f"num_attention_heads is {heads} and num_key_value_heads {kv_heads}",
+                expected="as many query heads for each key head",
+                hint="Correct it, or fetch the model again.",
+            )
         bias = bool(raw.get("attention_bias", False))
         return cls(
             family=family,
-            vocab_size=int(raw["vocab_size"]),
+            vocab_size=count(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
+            intermediate_size=count(raw, "intermediate_size"),
+            num_layers=count(raw, "num_hidden_layers", most=MOST_LAYERS),
             num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_size=int(raw.get("head_dim") or hidden // heads),
+            num_kv_heads=kv_heads,
+            head_size=count(raw, "head_dim", default=max(1, hidden // heads), most=MOST_HEADS),
             max_positions=_max_positions(raw, family),
-            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            norm_eps=positive(raw, "rms_norm_eps", 1e-6),
             rope=_rope(raw),
             tied_head=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=bias or family == "qwen2",
             o_bias=bias and family in ("llama", "qwen3"),
             mlp_bias=bool(raw.get("mlp_bias", False)),
             qk_norm=family == "qwen3",
-            bos_ids=_ids(raw.get("bos_token_id")),
-            eos_ids=_ids(raw.get("eos_token_id")),
-            pad_id=raw.get("pad_token_id"),
+            bos_ids=token_ids(raw, "bos_token_id"),
+            eos_ids=token_ids(raw, "eos_token_id"),
+            pad_id=next(iter(token_ids(raw, "pad_token_id")), None),
         )
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
@@ -148,6 +161,25 @@ class ModelConfig(Config):
         return raw
 
 
+def load_config(folder: Path) -> ModelConfig:
+    """Return the shape of the model in ``folder``; raises ``ConfigError`` or ``UnknownName``."""
+    file = folder / "config.json"
+    if not file.exists():
+        raise ConfigError(f"no config.json in {folder}", expected="a Hugging Face model folder")
+    try:
+        return ModelConfig.from_hf(read_json(file))
+    except KeyError as error:
+        raise ConfigError(
+            f"{file} lacks the key {error}",
+            expected="the configuration of a Hugging Face model",
+            hint="Fetch the model again.",
+        ) from error
+    except UnknownName as error:
+        raise UnknownName(f"{file}: {error.what}", expected=error.expected, hint=error.hint) from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.what}", expected=error.expected, hint=error.hint) from error
+
+
 def _refuse_variants(raw: Mapping[str, Any], family: str) -> None:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -161,30 +193,34 @@ def _refuse_variants(raw: Mapping[str, Any], family: str) -> None:
 
 
 def _max_positions(raw: Mapping[str, Any], family: str) -> int:
-    longest = int(raw.get("max_position_embeddings", 2048))
-    window = raw.get("sliding_window")
+    longest = count(raw, "max_position_embeddings", default=2048)
     slides = family == "mistral" or bool(raw.get("use_sliding_window"))
-    return min(longest, int(window)) if window and slides else longest
+    return min(longest, count(raw, "sliding_window", default=longest)) if slides else longest
 
 
 def _rope(raw: Mapping[str, Any]) -> Rope:
-    scaling: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = table(raw, "rope_parameters") or table(raw, "rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(
             f"rotary scaling {kind!r} is not supported", expected="'default', 'linear' or 'llama3'"
         )
-    if float(raw.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
+    if positive({**scaling, **raw}, "partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("partial rotary embedding is not supported", expected="partial_rotary_factor 1.0")
-    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0
-    given = {key: scaling[key] for key in _ROPE_KEYS if scaling.get(key) is not None}
-    return Rope(type=kind, theta=float(theta), **(given if kind != "default" else {}))
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    theta = positive(scaling, "rope_theta", positive(raw, "rope_theta", 10_000.0))
+    if kind == "default":
+        return Rope(theta=theta)
+    usual = Rope()
+    return Rope(
+        type=kind,
+        theta=theta,
+        factor=positive(scaling, "factor", usual.factor),
+        low_freq_factor=positive(scaling, "low_freq_factor", usual.low_freq_factor),
+        high_freq_factor=positive(scaling, "high_freq_factor", usual.high_freq_factor),
+        original_max_position_embeddings=count(
+            scaling, "original_max_position_embeddings", default=usual.original_max_position_embeddings
+        ),
+    )
 
 
 def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:

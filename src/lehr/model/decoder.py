@@ -111,6 +111,8 @@ class Decoder(nn.Module):
         """
         with torch.device("meta"):
             decoder = cls(config)
+        for _ in decoder._matched(tensors):  # before memory of the sizes that the configuration claims is taken
+            pass
         decoder.inverse_frequencies = inverse_frequencies(config.rope, config.head_size)
         decoder.to_empty(device="cpu")
         decoder.to(dtype)
@@ -122,6 +124,11 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def load_hf(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors under their Hugging Face names into the weights in place."""
+        for view, source in self._matched(tensors):
+            view.copy_(source)
+
+    def _matched(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each weight with the tensor that belongs in it."""
         for name, view in self._named_views():
             source = tensors.get(name)
             if source is None and name == "lm_head.weight":
@@ -130,7 +137,7 @@ class Decoder(nn.Module):
                 raise ConfigError(f"the weights lack {name!r}", hint="Check that the model folder is complete.")
             if source.shape != view.shape:
                 raise ConfigError(f"{name!r} has shape {tuple(source.shape)}", expected=str(tuple(view.shape)))
-            view.copy_(source)
+            yield view, source
 
     def to_hf(self) -> dict[str, Tensor]:
         """Return the weights under their Hugging Face names: contiguous views, nothing is copied."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lehr.core.errors import ConfigError
+from lehr.model.values import read_json
 
 BYTE_CLASS = "lehr.ByteTokenizer"
 
@@ -139,19 +140,6 @@ def load_tokenizer(folder: Path) -> AnyTokenizer:
             hint="Copy both from the model's repository.",
         )
     return HfTokenizer(folder)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in ``path``, {} where there is no such file; raise :class:`ConfigError` if broken."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", expected="a JSON object") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"cannot use {path}: it holds a {type(value).__name__}", expected="a JSON object")
-    return value
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:

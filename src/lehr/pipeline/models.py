@@ -7,8 +7,9 @@ from pathlib import Path
 
 from lehr.core.errors import ConfigError, UnknownName
 from lehr.model.chat import ChatRenderer
+from lehr.model.config import load_config
 from lehr.model.fetch import MODELS, fetch, home, locate
-from lehr.model.tokenizer import ByteTokenizer, load_tokenizer, read_json
+from lehr.model.tokenizer import ByteTokenizer, load_tokenizer
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.observer import Observer
 
@@ -43,7 +44,9 @@ def _placed(name: str) -> Path:
         raise UnknownName.among(
             "model", name, [TINY, *MODELS], hint="A path to a Hugging Face folder works as well."
         )
-    return locate(name)
+    folder = locate(name)
+    load_config(folder)
+    return folder
 
 
 def trained_model(run: Path) -> Path:
@@ -78,7 +81,7 @@ def load_renderer(folder: Path) -> ChatRenderer:
 
 def context_tokens(folder: Path, limit: int = 4096) -> int:
     """Return the model's context length, at most ``limit`` tokens."""
-    return min(limit, int(read_json(folder / "config.json").get("max_position_embeddings", limit)))
+    return min(limit, load_config(folder).max_positions)
 
 
 def _tiny() -> Path:

@@ -54,11 +54,17 @@ class RunResult:
     seconds: dict[str, float]
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Raise ``UnknownName`` or ``ConfigError`` for a model or a domain that is not there."""
+def check_recipe(recipe: Recipe, say: Callable[[str], object] = lambda _: None) -> None:
+    """Raise ``UnknownName`` or ``ConfigError`` for a model or a domain that is not there.
+
+    say: hears which domains have fewer held-out tasks than are asked for; all of theirs are then measured.
+    """
     require_model(recipe.model)
+    asked = recipe.evaluation.count
     for name in recipe.domains:
-        open_domain(name, recipe.domain_paths)
+        has = open_domain(name, recipe.domain_paths).card.splits.get("heldout", 0)
+        if has < asked:
+            say(f"evaluation.count is {asked}; {name} has {has} held-out tasks, and all of them are measured")
 
 
 def _make_ready(recipe: Recipe, observer: Observer) -> None:
@@ -70,7 +76,7 @@ def _make_ready(recipe: Recipe, observer: Observer) -> None:
 def start_run(recipe: Recipe, path: Path, observer: Observer | None = None) -> RunResult:
     """Run a recipe in a new folder. Ctrl-C ends it cleanly; :func:`resume_run` goes on."""
     observer = observer or Silent()
-    check_recipe(recipe)
+    check_recipe(recipe, observer.note)
     _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
     folder = RunFolder.create(path, recipe)

@@ -31,7 +31,7 @@ def train(session: Session, recipe: Path, overrides: tuple[str, ...], folder: Pa
     if check:
         from lehr.pipeline.run import check_recipe
 
-        check_recipe(resolved)
+        check_recipe(resolved, lambda text: click.echo(f"note: {text}", err=True))
         print_json({"digest": resolved.digest(), "recipe": resolved.model_dump(mode="json")})
         return
     require_fit_host()
