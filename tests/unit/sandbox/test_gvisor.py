@@ -29,6 +29,8 @@ from lehr.sandbox.gvisor.box import GvisorBox, MemorySnapshot
 SMALL = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=8 << 20, pids=24, wall_s=10.0))
 Use = Callable[[GvisorBox, GvisorBackend], Awaitable[Any]]
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="runsc restores nothing for other users")
+
 
 def in_box(use: Use, spec: Spec = SMALL, *, limited: bool | None = None) -> Any:
     try:
@@ -204,6 +206,7 @@ print(os.listdir('/sys'), sorted(set(os.listdir('/dev')) & {'fuse', 'net', 'kvm'
     in_box(use)
 
 
+@needs_root
 def test_recorded_memory_goes_on_here_and_elsewhere() -> None:
     draw = "import os, uuid; print(os.urandom(8).hex(), uuid.uuid4())"
 
@@ -242,6 +245,7 @@ def test_recorded_memory_goes_on_here_and_elsewhere() -> None:
     assert left_behind() == []
 
 
+@needs_root
 def test_a_failed_recording_breaks_the_box_and_says_so() -> None:
     async def use(box: GvisorBox, _: GvisorBackend) -> None:
         sandbox: Any = box._process
@@ -254,6 +258,7 @@ def test_a_failed_recording_breaks_the_box_and_says_so() -> None:
     assert left_behind() == []
 
 
+@needs_root
 def test_nothing_is_left_after_cancellation() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
 
