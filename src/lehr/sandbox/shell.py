@@ -23,9 +23,11 @@ from lehr.sandbox.base import ExecResult, Limits
 from lehr.sandbox.channel import Answer, Channel, ChannelLost
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.streams import Capture, Feeder
+from lehr.sandbox.watch import OUTPUT_FACTOR, PROMPT_S
 
 if TYPE_CHECKING:
-    from lehr.sandbox.box import Meter, RunnerBox
+    from lehr.sandbox.box import RunnerBox
+    from lehr.sandbox.watch import Meter
 
 LOOP = (
     "while IFS= read -r -d '' -u 8 __n && IFS= read -r -d '' -u 8 __c; do "
@@ -35,9 +37,7 @@ KEEP_ON = "trap : INT; "
 """On a terminal ^C ends the command that runs, not the shell."""
 TICK_S = 0.05
 GRACE_S = 0.3
-OUTPUT_FACTOR = 64
 SEND_S = 10.0
-PROMPT_S = 0.01
 ROWS, COLUMNS = 24, 80
 
 

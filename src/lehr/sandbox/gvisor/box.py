@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from lehr.sandbox.base import ExecResult, ExecUsage, Snapshot, Spec
-from lehr.sandbox.box import Maker, Meter
+from lehr.sandbox.box import Maker
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.frames import StreamChannel
 from lehr.sandbox.gvisor.sandbox import Sandbox
 from lehr.sandbox.relayed import RelayedBox
+from lehr.sandbox.watch import Meter
 
 UNUSED_RLIMITS = ("RTPRIO", "NICE", "MSGQUEUE", "AS", "CPU")
 """gVisor refuses to set the first three, and counts the time that a program waits for a processor as its own.
