@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lehr.core.errors import LehrError
-from lehr.sandbox import cgroup
 from lehr.sandbox.base import Limits, Spec
 from lehr.sandbox.lease import LeasedBox
+from lehr.sandbox.places import find_places
 from lehr.sandbox.pool import Pool
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ class Held:
             len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines()) for pid in namespaces.values()
         )
         owned = f"-{os.getpid()}-"
-        folders = [place.folder.iterdir() for place in cgroup.find().controllers.values()]
+        folders = [place.folder.iterdir() for place in find_places().controllers.values()]
         groups = sum(owned in path.name for group in folders for path in group)
         left = list(Path(tempfile.gettempdir()).rglob("*"))
         disk = sum(path.lstat().st_blocks * 512 for path in left)

@@ -22,6 +22,7 @@ from lehr.sandbox.channel import Channel, ChannelLost
 from lehr.sandbox.egress import Rule
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.launch import PATH, Process
+from lehr.sandbox.places import Places, find_places
 from lehr.sandbox.zygote import READY_S, Layers, Zygote
 
 log = logging.getLogger(__name__)
@@ -43,10 +44,10 @@ class BwrapBackend:
         self._finding: dict[str, asyncio.Task[roots.Image]] = {}
         self._closed = False
 
-    def _places(self) -> cgroup.Places | None:
+    def _places(self) -> Places | None:
         if self._limited is False:
             return None
-        places = cgroup.find()
+        places = find_places()
         if places.usable:
             return places
         _warn_unlimited("; ".join(f"{name}: {why}" for name, why in sorted(places.lacking.items())))
@@ -215,7 +216,7 @@ def _warn_unlimited(why: str) -> None:
     )
 
 
-def make_group(places: cgroup.Places, spec: Spec) -> cgroup.Group:
+def make_group(places: Places, spec: Spec) -> cgroup.Group:
     """Make the control group of a box, or raise ``HostUnfit``."""
     try:
         return cgroup.Group(places, spec.limits)

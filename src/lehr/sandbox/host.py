@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lehr.core.errors import HostUnfit, MissingDependency
-from lehr.sandbox import cgroup, image, seccomp
+from lehr.sandbox import image, seccomp
 from lehr.sandbox.launch import PATH
+from lehr.sandbox.places import NEEDED, find_places
 from lehr.sandbox.users import choose_users
 
 SYS_LANDLOCK_CREATE_RULESET = 444
@@ -68,7 +69,7 @@ class HostReport:
     @property
     def limited(self) -> bool:
         """Whether cgroups hold the limits; else rlimits stand in."""
-        return all(name in self.controllers for name in cgroup.NEEDED)
+        return all(name in self.controllers for name in NEEDED)
 
 
 def probe() -> HostReport:
@@ -90,7 +91,7 @@ def probe() -> HostReport:
     refused = _refusal(bwrap) if bwrap else ""
     if refused:
         lacks.append(Lack("user namespaces", refused, namespace_mend()))
-    places = cgroup.find()
+    places = find_places()
     if not places.usable:
         why = "; ".join(f"{name}: {reason}" for name, reason in sorted(places.lacking.items()))
         lacks.append(Lack("cgroups", why, cgroup_mend(places.version), needed=False))

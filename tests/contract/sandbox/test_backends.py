@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 
 from lehr.core.errors import MissingDependency
-from lehr.sandbox import cgroup
 from lehr.sandbox.base import Backend
 from lehr.sandbox.bwrap import BwrapBackend
 from lehr.sandbox.conformance import CASES
 from lehr.sandbox.gvisor import INAPPLICABLE, runsc
 from lehr.sandbox.gvisor.backend import GvisorBackend
+from lehr.sandbox.places import find_places
 from lehr.sandbox.pool import Pool
 
 ELSEWHERE = "other host: "
@@ -28,7 +28,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "bwrap-rlimits": lambda: BwrapBackend(limited=False),
     "gvisor": GvisorBackend,
 }
-if not cgroup.find().usable:
+if not find_places().usable:
     del BACKENDS["bwrap-rlimits"]  # the same as the first
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from lehr.core.errors import ConfigError, HostUnfit, MissingDependency
-from lehr.sandbox import bwrap, cgroup, image, launch
+from lehr.sandbox import bwrap, image, launch
 from lehr.sandbox.base import Limits, Spec
 from lehr.sandbox.box import RunnerBox
 from lehr.sandbox.bwrap import BwrapBackend
 from lehr.sandbox.errors import Refused, SandboxError
 from lehr.sandbox.lease import LeasedBox
+from lehr.sandbox.places import find_places, sweep
 from lehr.sandbox.pool import Pool
 
 SMALL = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=8 << 20, inodes=256, wall_s=10.0))
@@ -95,7 +96,7 @@ def test_pool_replaces_a_broken_warm_box() -> None:
 
 
 def test_nothing_is_left_after_destruction() -> None:
-    places = cgroup.find()
+    places = find_places()
     descriptors = len(os.listdir("/proc/self/fd"))
 
     async def use(box: RunnerBox) -> None:
@@ -320,8 +321,8 @@ def test_s40_boxes_of_a_killed_owner_end_and_their_groups_are_removed() -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in inside) and time.monotonic() < end:
         time.sleep(0.01)
     assert [pid for pid in inside if Path(f"/proc/{pid}").exists()] == []
-    places = cgroup.find()
-    cgroup.sweep(places)
+    places = find_places()
+    sweep(places)
     for place in places.controllers.values():
         assert not [path for path in place.folder.glob("lehr-*") if f"-{owner.pid}-" in path.name]
 

@@ -22,7 +22,7 @@ from fake_docker import FakeEngine
 from lehr.app.cli import run
 from lehr.app.commands import sandbox
 from lehr.core.errors import HostUnfit, MissingDependency
-from lehr.sandbox import cgroup, seccomp
+from lehr.sandbox import seccomp
 from lehr.sandbox.base import BACKENDS, Box, Limits, Spec
 from lehr.sandbox.box import FileSnapshot
 from lehr.sandbox.conformance import CASES
@@ -33,6 +33,7 @@ from lehr.sandbox.docker.attached import Attached
 from lehr.sandbox.docker.backend import IMAGE, DockerBackend
 from lehr.sandbox.errors import Refused, SandboxError
 from lehr.sandbox.inside import contained
+from lehr.sandbox.owner import owner
 from lehr.sandbox.pool import Pool
 
 pytest.importorskip("docker", reason="the extra lehr[docker] is not installed")
@@ -252,7 +253,7 @@ def test_labels_carry_the_owner(engine: FakeEngine) -> None:
     async def use(backend: DockerBackend) -> None:
         await backend.create(SMALL)
         (asked,) = engine.created
-        assert asked["Labels"] == {payload.OWNER: cgroup.owner(), payload.HOST: docker_driver.boot_id()}
+        assert asked["Labels"] == {payload.OWNER: owner(), payload.HOST: docker_driver.boot_id()}
         assert asked["Image"] == IMAGE
         assert json.loads(asked["HostConfig"]["SecurityOpt"][1].removeprefix("seccomp="))["syscalls"]
 
@@ -522,13 +523,13 @@ def test_threads_and_descriptors_end_with_their_boxes(engine: FakeEngine) -> Non
 def test_boxes_of_an_owner_that_ended_are_removed_at_the_next_start(engine: FakeEngine) -> None:
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         ended.wait()
-    space = cgroup.owner().split("-")[1]
+    space = owner().split("-")[1]
     here, gone = docker_driver.boot_id(), f"lehr-{space}-{ended.pid}-1"
     kept = {"HostConfig": {}}
     engine.add("orphan", {**kept, "Labels": {payload.OWNER: gone, payload.HOST: here}}, "running")
     engine.add("elsewhere", {**kept, "Labels": {payload.OWNER: gone, payload.HOST: "other"}}, "running")
     engine.add("ended-elsewhere", {**kept, "Labels": {payload.OWNER: gone, payload.HOST: "other"}}, "exited")
-    engine.add("ours", {**kept, "Labels": {payload.OWNER: cgroup.owner(), payload.HOST: here}}, "running")
+    engine.add("ours", {**kept, "Labels": {payload.OWNER: owner(), payload.HOST: here}}, "running")
     engine.add("odd", {**kept, "Labels": {payload.OWNER: f"lehr-{space}-x", payload.HOST: here}}, "running")
     engine.add("somebody's", {**kept, "Labels": {}}, "exited")
 

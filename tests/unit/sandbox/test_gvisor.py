@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lehr.core.errors import HostUnfit, MissingDependency
-from lehr.sandbox import cgroup, collect, frames, image
+from lehr.sandbox import collect, frames, image
 from lehr.sandbox.base import BACKENDS, Limits, Spec
 from lehr.sandbox.channel import ChannelLost
 from lehr.sandbox.errors import Refused, SandboxError
@@ -25,6 +25,7 @@ from lehr.sandbox.frames import StreamChannel
 from lehr.sandbox.gvisor import bundle, runsc
 from lehr.sandbox.gvisor.backend import GvisorBackend
 from lehr.sandbox.gvisor.box import GvisorBox, MemorySnapshot
+from lehr.sandbox.places import find_places, sweep
 
 SMALL = Spec(limits=Limits(memory_bytes=128 << 20, disk_bytes=8 << 20, pids=24, wall_s=10.0))
 Use = Callable[[GvisorBox, GvisorBackend], Awaitable[Any]]
@@ -177,7 +178,7 @@ def left_behind() -> list[str]:
                 found.append(line.decode())
         except OSError:
             continue
-    for place in cgroup.find().controllers.values():
+    for place in find_places().controllers.values():
         found += [str(path) for path in place.folder.glob("lehr-*") if f"-{os.getpid()}-" in path.name]
     found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "lehr-runsc" in line]
     return found
@@ -299,7 +300,7 @@ def test_s41_memory_ends_a_shell_by_name() -> None:
     bomb = "python3 -I -c 'import mmap; mmap.mmap(-1, 1 << 30, flags=mmap.MAP_SHARED | 0x20 | 0x8000)'"
 
     async def use(box: GvisorBox, _: GvisorBackend) -> None:
-        if not cgroup.find().usable:
+        if not find_places().usable:
             pytest.skip("other host: control groups cannot be written")
         shell = await box.shell()
         result = await shell.run(bomb)
@@ -356,8 +357,8 @@ def test_s40_boxes_of_a_killed_owner_end_and_their_state_is_removed() -> None:
         while alive(pid) and time.monotonic() < end:
             time.sleep(0.01)
         assert not alive(pid)
-        places = cgroup.find()
-        cgroup.sweep(places)
+        places = find_places()
+        sweep(places)
         for place in places.controllers.values():
             assert not [path for path in place.folder.glob("lehr-*") if f"-{owner.pid}-" in path.name]
     finally:

@@ -16,6 +16,7 @@ from lehr.sandbox import cgroup, collect, host, image, seccomp
 from lehr.sandbox.base import Limits, Verdict
 from lehr.sandbox.errors import Refused
 from lehr.sandbox.inside import files
+from lehr.sandbox.places import Place, Places, find_places, mounts, own_paths, sweep
 from lehr.sandbox.pool import Pool
 from lehr.sandbox.streams import Capture, Feeder
 from lehr.sandbox.verdict import Signs, name
@@ -65,19 +66,19 @@ def test_cgroup_mounts_and_paths_are_read_on_every_kind_of_host() -> None:
         "32 25 0:28 / /sys/fs/cgroup/uni\\040fied rw - cgroup2 cgroup2 rw,nsdelegate\n"
         "33 25 0:29 / /proc rw - proc proc rw\n"
     )
-    assert cgroup.mounts(text) == [
+    assert mounts(text) == [
         ("cgroup", "/", "/sys/fs/cgroup/memory", "rw,memory"),
         ("cgroup", "/docker/x", "/sys/fs/cgroup/cpu,cpuacct", "rw,cpu,cpuacct"),
         ("cgroup2", "/", "/sys/fs/cgroup/uni fied", "rw,nsdelegate"),
     ]
-    paths = cgroup.own_paths("4:memory:/a\n3:cpu,cpuacct:/docker/x/y\n0::/user.slice\n")
+    paths = own_paths("4:memory:/a\n3:cpu,cpuacct:/docker/x/y\n0::/user.slice\n")
     assert paths == {"memory": "/a", "cpu": "/docker/x/y", "cpuacct": "/docker/x/y", "": "/user.slice"}
 
 
 def test_cgroup_folder_of_version_2_is_limited_and_read(tmp_path: Path) -> None:
     names = ("memory.max", "memory.swap.max", "pids.max", "cpu.max")
-    place = cgroup.Place(2, tmp_path)
-    places = cgroup.Places("v2", {"memory": place, "pids": place, "cpu": place}, place)
+    place = Place(2, tmp_path)
+    places = Places("v2", {"memory": place, "pids": place, "cpu": place}, place)
     group = cgroup.Group(places, Limits(memory_bytes=100 << 20, pids=9, cpu=1.5))
     (folder,) = group.folders
     assert {file: (folder / file).read_text() for file in names} == {
@@ -103,10 +104,10 @@ def test_s40_groups_of_a_dead_owner_are_removed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "lehr-1-4194300-1-0"
     for folder in (dead, stale, elsewhere):
         folder.mkdir()
-    place = cgroup.Place(1, tmp_path)
+    place = Place(1, tmp_path)
     group = tmp_path / f"lehr-{namespace}-{os.getpid()}-{Path('/proc/self/stat').read_text().split()[21]}-0"
     group.mkdir()
-    assert cgroup.sweep(cgroup.Places("v1", {"memory": place})) == 2
+    assert sweep(Places("v1", {"memory": place})) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([elsewhere.name, group.name])
 
 
@@ -192,7 +193,7 @@ def test_report_of_this_host_is_complete() -> None:
     report = host.probe()
     assert report.fit, report.lacks
     assert report.bwrap and report.bwrap_version and report.libseccomp
-    assert report.limited == cgroup.find().usable
+    assert report.limited == find_places().usable
     assert report.limited or [lack.mend for lack in report.lacks if lack.name == "cgroups"]
 
 

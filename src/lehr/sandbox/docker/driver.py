@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lehr.core.errors import HostUnfit, MissingDependency
-from lehr.sandbox import cgroup
 from lehr.sandbox.base import Spec
 from lehr.sandbox.container.driver import Stream
 from lehr.sandbox.docker import payload, profile
 from lehr.sandbox.docker.attached import Attached
 from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.owner import owner, owner_ended
 
 CALL_S = 20.0
 CONNECTIONS = 32
@@ -44,7 +44,7 @@ class DockerDriver:
         self._api: Any = None
         self._looked_at: set[str] = set()
         self.own_kernel = payload.is_gvisor(runtime)
-        self._labels = {payload.OWNER: cgroup.owner(), payload.HOST: boot_id()}
+        self._labels = {payload.OWNER: owner(), payload.HOST: boot_id()}
 
     @property
     def where(self) -> str:
@@ -219,11 +219,11 @@ def orphaned(labels: dict[str, str], state: str) -> bool:
     Of an owner of this machine the process is looked for. A box ends with its owner's connection, so that of
     owners elsewhere what has ended is nobody's.
     """
-    owner = labels.get(payload.OWNER, "")
-    if owner == cgroup.owner():
+    name = labels.get(payload.OWNER, "")
+    if name == owner():
         return False
     here = labels.get(payload.HOST) == boot_id()
     try:
-        return state in ENDED or (here and cgroup.orphaned(owner))
+        return state in ENDED or (here and owner_ended(name))
     except ValueError:  # no name that we gave
         return False

@@ -29,6 +29,7 @@ from lehr.sandbox.frames import StreamChannel
 from lehr.sandbox.gvisor import bundle, runsc
 from lehr.sandbox.gvisor.box import GvisorBox, MemorySnapshot
 from lehr.sandbox.gvisor.sandbox import Sandbox, around
+from lehr.sandbox.places import find_places
 from lehr.sandbox.zygote import INSIDE, PARTS, inside_code
 
 OWN = "relay"
@@ -191,7 +192,7 @@ class GvisorBackend:
         return folder, f"lehr-{secrets.token_hex(6)}"
 
     def _group(self, limits: Limits) -> cgroup.Group | None:
-        places = cgroup.find() if self._limited is not False else None
+        places = find_places() if self._limited is not False else None
         if places is None or not places.usable:
             return None
         memory, pids = around(limits)

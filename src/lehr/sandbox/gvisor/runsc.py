@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lehr.core.errors import HostUnfit, MissingDependency
-from lehr.sandbox import cgroup
 from lehr.sandbox.cgroup import Group
 from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.launch import PATH, Handle
+from lehr.sandbox.owner import owner, owner_ended
 
 CALL_S = 30.0
 PROBE_S = 10.0
@@ -82,14 +82,14 @@ def state_folder() -> Path:
             f"{base} is not a private folder of this user", hint=f"Remove it: `rm -r {base}`, or chmod it 700"
         )
     sweep(base)
-    folder = base / f"{cgroup.owner()}-{next(_numbers)}"
+    folder = base / f"{owner()}-{next(_numbers)}"
     folder.mkdir(mode=0o700)
     return folder
 
 
 def sweep(base: Path) -> int:
     """Kill and remove what belongs to owners that no longer live; return how many folders."""
-    orphans = [folder for folder in base.iterdir() if cgroup.orphaned(folder.name)]
+    orphans = [folder for folder in base.iterdir() if owner_ended(folder.name)]
     for folder in orphans:
         clear(folder)
     return len(orphans)
