@@ -288,8 +288,11 @@ class Backend(Protocol):
 
     name: str
 
-    async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> Box:
-        """Make a box, fresh or in the state of a snapshot, or raise ``HostUnfit`` / ``SandboxError``."""
+    async def create(self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False) -> Box:
+        """Make a box, fresh or in the state of a snapshot, or raise ``HostUnfit`` / ``SandboxError``.
+
+        ahead: nobody waits for it yet, so that its making yields to programs that run, where that can be said.
+        """
         ...
 
     async def close(self) -> None:

@@ -53,15 +53,19 @@ class BwrapBackend:
         _warn_unlimited("; ".join(f"{name}: {why}" for name, why in sorted(places.lacking.items())))
         return None
 
-    async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> RunnerBox:
+    async def create(
+        self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False
+    ) -> RunnerBox:
         """Make a box, or raise ``MissingDependency`` / ``HostUnfit`` with the next step."""
-        process, channel = await self.start(spec, snapshot)
+        process, channel = await self.start(spec, snapshot, ahead=ahead)
         box = RunnerBox(spec, process, channel, self, process.layers.zygote.env)
         self._boxes.add(box)
         box.ended.add_done_callback(lambda _: self._boxes.discard(box))
         return box
 
-    async def start(self, spec: Spec, snapshot: Snapshot | None = None) -> tuple[Process, Channel]:
+    async def start(
+        self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False
+    ) -> tuple[Process, Channel]:
         """Start process 1 of a box."""
         program = shutil.which("bwrap", path=PATH)
         if program is None:
@@ -73,7 +77,7 @@ class BwrapBackend:
         base = self._base(spec, snapshot)
         places = self._places()
         zygote = base.zygote if base else await self._hatch(program, spec.image)
-        group = make_group(places, spec) if places else None
+        group = make_group(places, spec, ahead=ahead) if places else None
         try:
             process, channel = await self._fork(zygote, spec, group, base)
         except ChannelLost as error:
@@ -216,10 +220,10 @@ def _warn_unlimited(why: str) -> None:
     )
 
 
-def make_group(places: Places, spec: Spec) -> cgroup.Group:
+def make_group(places: Places, spec: Spec, *, ahead: bool = False) -> cgroup.Group:
     """Make the control group of a box, or raise ``HostUnfit``."""
     try:
-        return cgroup.Group(places, spec.limits)
+        return cgroup.Group(places, spec.limits, hurried=not ahead)
     except OSError as error:
         raise HostUnfit(f"cannot make a control group: {error}", hint=host.DOCTOR) from error
 

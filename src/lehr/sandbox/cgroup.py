@@ -34,9 +34,9 @@ class Group:
     half as much as a thread per core: however many they are, the host and its engines keep their part.
     """
 
-    def __init__(self, places: Places, limits: Limits) -> None:
+    def __init__(self, places: Places, limits: Limits, *, hurried: bool = True) -> None:
         name = f"{owner()}-{next(_numbers)}"
-        self._hurried = True
+        self._hurried = hurried
         self._v1: dict[str, Path] = {}
         self._v2: dict[str, Path] = {}
         cpu = places.controllers.get("cpu")
@@ -72,16 +72,21 @@ class Group:
         if folder := self._v1.get("pids") or self._v2.get("pids"):
             (folder / "pids.max").write_text(pids)
         self._idles = "cpu" in self._v1 and (self._v1["cpu"] / "cpu.idle").exists()
-        self.throttle(True)
+        self._hold(True)
+        if not self._hurried:
+            self.hurry(False, anew=True)
 
     def throttle(self, on: bool) -> None:
         """Hold the box to its share of CPU time, or let it go first so that it can be ended without delay."""
+        self._hold(on)
+        self.hurry(True, anew=True)
+
+    def _hold(self, on: bool) -> None:
         with contextlib.suppress(OSError):  # the box has gone
             if v1 := self._v1.get("cpu"):
                 _write(v1 / "cpu.cfs_quota_us", self._quota if on else -1)
             if v2 := self._v2.get("cpu"):
                 _write(v2 / "cpu.max", f"{self._quota if on else 'max'} {PERIOD_US}")
-        self.hurry(True, anew=True)
 
     def hurry(self, on: bool, *, anew: bool = False) -> None:
         """Let what has just begun go before neighbours that compute for long, or weigh it as any of them.
@@ -96,7 +101,7 @@ class Group:
             if v1 := self._v1.get("cpu"):
                 if self._idles:
                     _write(v1 / "cpu.idle", int(not on))
-                if on or not self._idles:  # an idle group's shares cannot be written
+                else:
                     _write(v1 / "cpu.shares", int(SHARES * share))
             if v2 := self._v2.get("cpu"):
                 _write(v2 / "cpu.weight", int(100 * share))

@@ -271,7 +271,7 @@ class Pool:
 
     async def _make_warm(self, spec: Spec) -> None:
         try:
-            box = await self._backend.create(spec)
+            box = await self._backend.create(spec, ahead=True)
         except LehrError as error:
             self._making[spec] -= 1
             self._recorder.record("sandbox.refill_failed", backend=self._backend.name, detail=str(error))

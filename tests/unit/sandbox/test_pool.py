@@ -85,7 +85,7 @@ class FakeBackend:
         self.alive: set[FakeBox] = set()
         self.made = 0
 
-    async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> Box:
+    async def create(self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False) -> Box:
         await asyncio.sleep(self.create_s)
         if self.error:
             raise self.error

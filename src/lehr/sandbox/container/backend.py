@@ -52,7 +52,9 @@ class ContainerBackend:
         self._starters = ThreadPoolExecutor(STARTERS, f"lehr-{name}-start")
         self._enders = ThreadPoolExecutor(ENDERS, f"lehr-{name}-end")
 
-    async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> ContainerBox:
+    async def create(
+        self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False
+    ) -> ContainerBox:
         """Make a box, or raise ``MissingDependency`` / ``HostUnfit`` / ``SandboxError`` with the next step."""
         container, channel = await self.start(spec, snapshot)
         box = ContainerBox(spec, container, channel, self, own_kernel=self._driver.own_kernel)

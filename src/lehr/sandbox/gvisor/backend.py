@@ -57,7 +57,9 @@ class GvisorBackend:
 
     # --- boxes
 
-    async def create(self, spec: Spec, snapshot: Snapshot | None = None) -> GvisorBox:
+    async def create(
+        self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False
+    ) -> GvisorBox:
         """Make a box, or raise ``MissingDependency`` / ``HostUnfit`` / ``SandboxError`` with the next step."""
         sandbox, channel = await self.start(spec, snapshot)
         box = GvisorBox(spec, sandbox, channel, self)
