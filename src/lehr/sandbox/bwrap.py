@@ -53,9 +53,7 @@ class BwrapBackend:
         _warn_unlimited("; ".join(f"{name}: {why}" for name, why in sorted(places.lacking.items())))
         return None
 
-    async def create(
-        self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False
-    ) -> RunnerBox:
+    async def create(self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False) -> RunnerBox:
         """Make a box, or raise ``MissingDependency`` / ``HostUnfit`` with the next step."""
         process, channel = await self.start(spec, snapshot, ahead=ahead)
         box = RunnerBox(spec, process, channel, self, process.layers.zygote.env)

@@ -20,10 +20,12 @@ from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
+from lehr.engine.native.fused import FusedForward
+from lehr.engine.native.kernels import kernels_for
 from lehr.engine.native.packing import pack
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
-from lehr.engine.native.sampler import draw, uniform
+from lehr.engine.native.sampler import Drawn, draw, draw_whole, filters, uniform
 from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import NativeConfig
@@ -57,7 +59,8 @@ class NativeEngine:
         self.model_config = decoder.config
         self.dtype = decoder.embed.weight.dtype
         self.version = version
-        self._decoder = pack(decoder)
+        self._kernels = kernels_for(self.dtype)
+        self._use(pack(decoder))
         self._fetched: dict[Version, Decoder] = {}
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
@@ -73,6 +76,10 @@ class NativeEngine:
         self._prompt_tokens = self._cached_tokens = self._own_tokens = self._steps = 0
         self._busy_s = 0.0
         self.computed_tokens = 0
+
+    def _use(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._fused = FusedForward(decoder, self._kernels) if self._kernels else None
 
     @property
     def idle(self) -> bool:
@@ -160,7 +167,6 @@ class NativeEngine:
 
     def _forward_slice(self, pieces: list[Piece]) -> torch.Tensor:
         tokens: list[int] = []
-        positions: list[int] = []
         spans: list[Span] = []
         for piece in pieces:
             request, start = piece.request, piece.request.computed
@@ -169,10 +175,13 @@ class NativeEngine:
             request.started = request.started or time.monotonic()
             spans.append(Span(request.slot, start, piece.count, len(tokens)))
             tokens.extend(request.tokens[start : start + piece.count])
-            positions.extend(range(start, start + piece.count))
         singles = sum(1 for p in pieces if p.count == 1)
-        attention = StepAttention(spans[:singles], spans[singles:], self.dtype)
-        hidden_TD = self._decoder.hidden(torch.tensor(tokens), torch.tensor(positions), attention)
+        if self._fused:
+            hidden_TD = self._fused.hidden(tokens, spans, singles)
+        else:
+            positions = [position for s in spans for position in range(s.start, s.start + s.count)]
+            attention = StepAttention(spans[:singles], spans[singles:], self.dtype)
+            hidden_TD = self._decoder.hidden(torch.tensor(tokens), torch.tensor(positions), attention)
         if singles == len(spans):
             return hidden_TD
         return hidden_TD[torch.tensor([s.offset + s.count - 1 for s in spans])]
@@ -187,9 +196,7 @@ class NativeEngine:
             self._publish(piece.request)
         if not ready:
             return []
-        logits_NV = self._decoder.logits(last_ND if len(ready) == len(pieces) else last_ND[complete])
-        where = uniform([r.seed for r in ready], [r.own for r in ready])
-        drawn = draw(logits_NV, [r.sampling for r in ready], where)
+        drawn = self._draw(last_ND if len(ready) == len(pieces) else last_ND[complete], ready)
         if not all(map(math.isfinite, drawn.kept_mass)):
             raise EngineError(
                 f"the model of version {self.version} gives logits that are not finite",
@@ -211,6 +218,14 @@ class NativeEngine:
                 done.append(request)
         self._own_tokens += len(ready)
         return done
+
+    def _draw(self, last_ND: torch.Tensor, ready: list[Request]) -> Drawn:
+        """Draw the next token of each request from its last hidden state."""
+        where = uniform([r.seed for r in ready], [r.own for r in ready])
+        settings = [r.sampling for r in ready]
+        if self._kernels and not any(map(filters, settings)):
+            return draw_whole(self._kernels, self._decoder.head(last_ND), settings, where)
+        return draw(self._decoder.logits(last_ND), settings, where)
 
     def _publish(self, request: Request) -> None:
         if request.computed == request.prompt_length or request.computed % BLOCK == 0 or request.remaining:
@@ -256,7 +271,7 @@ class NativeEngine:
                 self._scheduler.send_back(request)
             else:
                 request.kept = request.ever_kept = True
-        self._decoder = self._fetched.pop(version)
+        self._use(self._fetched.pop(version))
         self._fetched = {v: d for v, d in self._fetched.items() if v > version}
         self.version = version
         self._scheduler.restart(root(version, self.dtype))

@@ -8,6 +8,7 @@ preemption changes what is drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lehr.core.trace import Sampling
+from lehr.engine.native.kernels import Kernels
 
 _WIDTH = 256
 _SHORTLIST = 1024
@@ -63,7 +65,7 @@ def draw(logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.floa
     blocks_NB = weights_NV.view(rows, -1, _WIDTH).sum(dim=-1, dtype=torch.float32).double()
     total_N = blocks_NB.sum(dim=-1)
     kept_N = total_N
-    filtered = [i for i, s in enumerate(settings) if s.temperature and (s.top_k > 0 or s.top_p < 1)]
+    filtered = [i for i, s in enumerate(settings) if filters(s)]
     if filtered:
         index = torch.tensor(filtered)
         cut = _filter(weights_NV[index], [settings[i] for i in filtered])
@@ -80,6 +82,34 @@ def draw(logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.floa
         (chosen_N.log() - total_N.log()).tolist(),
         (kept_N / total_N).tolist(),
     )
+
+
+def draw_whole(
+    kernels: Kernels, logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.float64]
+) -> Drawn:
+    """Draw like :func:`draw` from the whole distribution, for rows none of which asks for top-k or top-p, in
+    one pass of a kernel over logits of any dtype, which are left as they are.
+    """
+    rows, vocabulary = logits_NV.shape
+    tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float64)
+    inverse = np.array([1 / s.temperature if s.temperature else 0 for s in settings], np.float32)
+    kernels.draw(
+        logits_NV.data_ptr(), inverse.ctypes.data, where.ctypes.data, tokens.ctypes.data, logprobs.ctypes.data,
+        rows, vocabulary,
+    )  # fmt: skip
+    raw = logprobs.tolist()
+    greedy = [s.temperature == 0 for s in settings]
+    return Drawn(
+        tokens.tolist(),
+        [0.0 if best and math.isfinite(value) else value for value, best in zip(raw, greedy, strict=True)],
+        raw,
+        [math.exp(value) if best else value - value + 1 for value, best in zip(raw, greedy, strict=True)],
+    )
+
+
+def filters(sampling: Sampling) -> bool:
+    """Whether a request draws from a part of the distribution only."""
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def _invert(weights_NV: Tensor, blocks_NB: Tensor, where_N: Tensor) -> Tensor:

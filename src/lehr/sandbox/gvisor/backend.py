@@ -57,9 +57,7 @@ class GvisorBackend:
 
     # --- boxes
 
-    async def create(
-        self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False
-    ) -> GvisorBox:
+    async def create(self, spec: Spec, snapshot: Snapshot | None = None, *, ahead: bool = False) -> GvisorBox:
         """Make a box, or raise ``MissingDependency`` / ``HostUnfit`` / ``SandboxError`` with the next step."""
         sandbox, channel = await self.start(spec, snapshot)
         box = GvisorBox(spec, sandbox, channel, self)

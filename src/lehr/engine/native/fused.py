@@ -1,0 +1,101 @@
+"""The decoder's forward pass over working rows, with everything between two matrix products in one kernel.
+
+The same numbers as ``Decoder.hidden`` with :class:`~lehr.engine.native.attention.StepAttention`, which is
+what runs where there are no kernels: sums in float32, results rounded at the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lehr.engine.native.attention import Span, causal_mask, grouped_attention
+from lehr.engine.native.kernels import Kernels
+from lehr.model.decoder import Decoder, Layer
+from lehr.model.rotary import angles
+
+
+class FusedForward:
+    """Runs one decoder. Weights are used where they lie; ``decoder`` must stay alive and unchanged."""
+
+    def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
+        self._decoder = decoder
+        self._kernels = kernels
+        self._layers = [_Weights(layer) for layer in decoder.blocks()]
+
+    def hidden(self, tokens: Sequence[int], spans: Sequence[Span], singles: int) -> Tensor:
+        """Return the hidden states after the final norm, ``[T, D]``. ``spans`` cover the tokens in order; the
+        first ``singles`` of them are one token each.
+        """
+        decoder, kernels, config = self._decoder, self._kernels, self._decoder.config
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+        count, eps = len(tokens), config.norm_eps
+        x = decoder.embed(torch.tensor(tokens))
+        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
+        cos, sin = angles(decoder.inverse_frequencies, torch.from_numpy(positions), x.dtype)
+        places = np.repeat(np.array([_place(s) for s in spans], np.int64), [s.count for s in spans], axis=0)
+        chunks = [(s, causal_mask(s.start, s.count, x.dtype)) for s in spans[singles:]]
+        at, where = places.ctypes.data, positions.ctypes.data
+        normed = torch.empty_like(x)
+        query, mixed = x.new_empty(count, heads, size), x.new_empty(count, heads, size)
+        inner = x.new_empty(count, config.intermediate_size)
+        x_at, normed_at, query_at, mixed_at = (t.data_ptr() for t in (x, normed, query, mixed))
+        cos_at, sin_at, inner_at = cos.data_ptr(), sin.data_ptr(), inner.data_ptr()
+        added: Tensor | None = None  # what the layer before adds to the residual stream
+        for number, layer in enumerate(self._layers):
+            kernels.norm(
+                x_at,
+                None if added is None else added.data_ptr(),
+                layer.attn_norm,
+                normed_at,
+                count,
+                config.hidden_size,
+                eps,
+            )
+            qkv = layer.qkv(normed)
+            kernels.rotate(
+                qkv.data_ptr(), cos_at, sin_at, layer.q_norm, layer.k_norm, query_at, at, where, number,
+                count, heads, kv_heads, size, eps,
+            )  # fmt: skip
+            if singles:
+                kernels.attend(query_at, mixed_at, at, where, number, singles, heads, kv_heads, size)
+            for span, mask in chunks:
+                part = slice(span.offset, span.offset + span.count)
+                kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]
+                mixed[part] = grouped_attention(query[part], kv[0], kv[1], mask)
+            projected: Tensor = layer.o(mixed.view(count, -1))
+            kernels.norm(x_at, projected.data_ptr(), layer.mlp_norm, normed_at, count, config.hidden_size, eps)
+            gate_up: Tensor = layer.gate_up(normed)
+            kernels.gated(gate_up.data_ptr(), inner_at, count, config.intermediate_size)
+            added = layer.down(inner)
+        kernels.norm(
+            x_at,
+            None if added is None else added.data_ptr(),
+            decoder.norm.weight.data_ptr(),
+            normed_at,
+            count,
+            config.hidden_size,
+            eps,
+        )
+        return normed
+
+
+class _Weights:
+    """One layer's projections, and the addresses of its norms."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.qkv, self.o, self.gate_up, self.down = layer.qkv, layer.o, layer.gate_up, layer.down
+        self.attn_norm = layer.attn_norm.weight.data_ptr()
+        self.mlp_norm = layer.mlp_norm.weight.data_ptr()
+        self.q_norm = None if layer.q_norm is None else layer.q_norm.weight.data_ptr()
+        self.k_norm = None if layer.k_norm is None else layer.k_norm.weight.data_ptr()
+
+
+def _place(span: Span) -> tuple[int, int, int, int]:
+    """Return ``kernels.cpp``'s ``Place`` of a span's row."""
+    kv = span.slot.lane.kv
+    layer, value, row, head, _, _ = kv.stride()
+    return kv.data_ptr() + span.slot.row * row * kv.element_size(), layer, value, head

@@ -1,0 +1,336 @@
+// What runs between the matrix products of a step, each in one pass over its rows.
+//
+// Values are float or bfloat16 (as uint16_t); every sum, exponential and product is in float32, and results are
+// rounded to bfloat16 where the plain decoder rounds them, so that both give the same numbers. Rows are divided
+// between the threads of the OpenMP pool that torch uses.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+using bf16 = uint16_t;
+
+inline float load(float x) { return x; }
+inline float load(bf16 x) {
+    uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+template <class T> inline T store(float x);
+template <> inline float store<float>(float x) { return x; }
+template <> inline bf16 store<bf16>(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<bf16>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
+}
+
+template <class T> inline float rounded(float x) { return load(store<T>(x)); }
+
+// exp(x) for x <= 0 or little above, to about one unit in the last place; exp(-inf) = 0, NaN stays NaN.
+inline float exponential(float x) {
+    float bounded = x < -87.0f ? -87.0f : x;
+    bounded = bounded > 88.0f ? 88.0f : bounded;
+    float n = std::nearbyint(bounded * 1.44269504088896341f);
+    float r = bounded - n * 0.693359375f - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t shift = (static_cast<int32_t>(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &shift, 4);
+    return x < -87.0f ? 0.0f : x == x ? p * power : x;
+}
+
+constexpr int64_t kWorthSharing = 1 << 18;  // elements from which on other threads are woken
+
+template <class T>
+void norm_rows(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t size, float eps) {
+#pragma omp parallel for if (rows * size > kWorthSharing)
+    for (int64_t row = 0; row < rows; row++) {
+        T* x_row = x + row * size;
+        const T* delta_row = delta ? delta + row * size : nullptr;
+        T* out_row = out + row * size;
+        float sum = 0;
+        if (delta_row) {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < size; i++) {
+                T value = store<T>(load(x_row[i]) + load(delta_row[i]));
+                x_row[i] = value;
+                sum += load(value) * load(value);
+            }
+        } else {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < size; i++) sum += load(x_row[i]) * load(x_row[i]);
+        }
+        float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) out_row[i] = store<T>(load(x_row[i]) * scale * load(weight[i]));
+    }
+}
+
+template <class T> void gated(const T* gate_up, T* out, int64_t rows, int64_t inner) {
+#pragma omp parallel for if (rows * inner > kWorthSharing)
+    for (int64_t row = 0; row < rows; row++) {
+        const T* gate = gate_up + row * 2 * inner;
+        const T* up = gate + inner;
+        T* out_row = out + row * inner;
+#pragma omp simd
+        for (int64_t i = 0; i < inner; i++) {
+            float g = load(gate[i]);
+            float silu = g / (1.0f + exponential(-g));
+            out_row[i] = store<T>(rounded<T>(silu) * load(up[i]));
+        }
+    }
+}
+
+// Where one token's keys and values lie: the first byte of its row's keys in layer 0, and strides in elements.
+struct Place {
+    int64_t base, layer, value, head;
+};
+
+template <class T>
+void turn(const T* in, const T* weight, const T* cos, const T* sin, T* out, int64_t size, float eps) {
+    float scale = 1;
+    if (weight) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < size; i++) sum += load(in[i]) * load(in[i]);
+        scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+    }
+    const int64_t half = size / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float low = load(in[i]), high = load(in[i + half]);
+        if (weight) {
+            low = rounded<T>(low * scale * load(weight[i]));
+            high = rounded<T>(high * scale * load(weight[i + half]));
+        }
+        float c = load(cos[i]), s = load(sin[i]);
+        out[i] = store<T>(rounded<T>(low * c) - high * s);
+        out[i + half] = store<T>(rounded<T>(high * c) + low * s);
+    }
+}
+
+template <class T>
+void rotate_store(const T* qkv, const T* cos, const T* sin, const T* q_weight, const T* k_weight, T* query,
+                  const Place* places, const int64_t* positions, int64_t layer, int64_t tokens, int64_t heads,
+                  int64_t kv_heads, int64_t size, float eps) {
+    const int64_t width = (heads + 2 * kv_heads) * size, half = size / 2;
+#pragma omp parallel for if (tokens * width > kWorthSharing)
+    for (int64_t t = 0; t < tokens; t++) {
+        const T* in = qkv + t * width;
+        const T *c = cos + t * half, *s = sin + t * half;
+        for (int64_t h = 0; h < heads; h++)
+            turn(in + h * size, q_weight, c, s, query + (t * heads + h) * size, size, eps);
+        const Place& place = places[t];
+        T* key = reinterpret_cast<T*>(place.base) + layer * place.layer + positions[t] * size;
+        for (int64_t k = 0; k < kv_heads; k++) {
+            turn(in + (heads + k) * size, k_weight, c, s, key + k * place.head, size, eps);
+            std::memcpy(key + place.value + k * place.head, in + (heads + kv_heads + k) * size, size * sizeof(T));
+        }
+    }
+}
+
+// Scores of one query over `count` positions, and the mix of their values by weight. `SIZE` is the head size, or 0
+// where it is only known at run time: with a constant one the sums stay in registers.
+template <class T, int SIZE>
+void score(const float* query, const T* key, float* scores, int64_t count, int64_t any_size) {
+    const int64_t size = SIZE ? SIZE : any_size;
+    for (int64_t p = 0; p < count; p++) {
+        const T* row = key + p * size;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < size; i++) sum += query[i] * load(row[i]);
+        scores[p] = sum;
+    }
+}
+
+template <class T, int SIZE>
+void mix(const float* weights, const T* value, float* mixed, int64_t count, int64_t any_size) {
+    if constexpr (SIZE > 0) {
+        float sums[SIZE];
+        for (int i = 0; i < SIZE; i++) sums[i] = mixed[i];
+        for (int64_t p = 0; p < count; p++) {
+            const T* row = value + p * SIZE;
+            const float weight = weights[p];
+#pragma omp simd
+            for (int i = 0; i < SIZE; i++) sums[i] += weight * load(row[i]);
+        }
+        for (int i = 0; i < SIZE; i++) mixed[i] = sums[i];
+    } else {
+        for (int64_t p = 0; p < count; p++)
+#pragma omp simd
+            for (int64_t i = 0; i < any_size; i++) mixed[i] += weights[p] * load(value[p * any_size + i]);
+    }
+}
+
+inline void softmax(float* line, int64_t count) {
+    float top = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : top)
+    for (int64_t p = 0; p < count; p++) top = line[p] > top ? line[p] : top;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t p = 0; p < count; p++) {
+        float e = exponential(line[p] - top);
+        line[p] = e;
+        sum += e;
+    }
+    const float inverse = 1.0f / sum;
+#pragma omp simd
+    for (int64_t p = 0; p < count; p++) line[p] *= inverse;
+}
+
+template <class T> inline const T* first_key(const Place& place, int64_t layer) {
+    return reinterpret_cast<const T*>(place.base) + layer * place.layer;
+}
+
+// Asks for memory that is needed soon: the processor's own look-ahead stops at every page.
+template <class T> inline void fetch(const T* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+}
+
+// One query position per token over all positions up to its own. The query heads that share a key head go over the
+// same tile of keys and values while it is in the nearest cache.
+constexpr int64_t kTile = 64;
+
+template <class T, int SIZE>
+void attend_sized(const T* query, T* out, const Place* places, const int64_t* positions, int64_t layer,
+                  int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size) {
+    const int64_t share = heads / kv_heads;
+    const float scale = 1.0f / std::sqrt(static_cast<float>(size));
+    int64_t work = 0, longest = 0;
+    for (int64_t t = 0; t < tokens; t++) {
+        work += positions[t] + 1;
+        longest = std::max(longest, positions[t] + 1);
+    }
+#pragma omp parallel if (work * heads * size > kWorthSharing)
+    {
+        std::vector<float> scores(share * longest), q(share * size), mixed(share * size);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+        for (int64_t t = 0; t < tokens; t++) {
+            for (int64_t g = 0; g < kv_heads; g++) {
+                const int64_t length = positions[t] + 1;
+                const Place& place = places[t];
+                const T* key = first_key<T>(place, layer) + g * place.head;
+                const T* value = key + place.value;
+                const T* from = query + (t * heads + g * share) * size;
+                for (int64_t i = 0; i < share * size; i++) q[i] = load(from[i]) * scale;
+                const T* following = g + 1 < kv_heads ? key + place.head
+                                     : t + 1 < tokens ? first_key<T>(places[t + 1], layer)
+                                                      : key;
+                for (int64_t p = 0; p < length; p += kTile) {
+                    fetch(value + p * size, std::min(kTile, length - p) * size);
+                    fetch(following + p * size, std::min(kTile, length - p) * size);
+                    for (int64_t h = 0; h < share; h++)
+                        score<T, SIZE>(q.data() + h * size, key + p * size, scores.data() + h * longest + p,
+                                       std::min(kTile, length - p), size);
+                }
+                for (int64_t h = 0; h < share; h++) softmax(scores.data() + h * longest, length);
+                std::fill(mixed.begin(), mixed.end(), 0.0f);
+                for (int64_t p = 0; p < length; p += kTile)
+                    for (int64_t h = 0; h < share; h++)
+                        mix<T, SIZE>(scores.data() + h * longest + p, value + p * size, mixed.data() + h * size,
+                                     std::min(kTile, length - p), size);
+                T* into = out + (t * heads + g * share) * size;
+                for (int64_t i = 0; i < share * size; i++) into[i] = store<T>(mixed[i]);
+            }
+        }
+    }
+}
+
+template <class T>
+void attend(const T* query, T* out, const Place* places, const int64_t* positions, int64_t layer, int64_t tokens,
+            int64_t heads, int64_t kv_heads, int64_t size) {
+    const auto run = size == 64 ? attend_sized<T, 64> : size == 128 ? attend_sized<T, 128> : attend_sized<T, 0>;
+    run(query, out, places, positions, layer, tokens, heads, kv_heads, size);
+}
+
+// Draws one token per row by inverse transform over blocks of `kBlock` words, in float32 with sums in double.
+// `where` in [0, 1); temperature 0 takes the first best. Gives log-softmax(logits / T) of the token.
+constexpr int64_t kBlock = 256;
+
+template <class T>
+void draw(const T* logits, const float* inverse_temperature, const double* where, int64_t* tokens, double* logprobs,
+          int64_t rows, int64_t words) {
+    const int64_t blocks = (words + kBlock - 1) / kBlock;
+#pragma omp parallel if (rows > 1)
+    {
+        std::vector<double> sums(blocks);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < rows; row++) {
+            const T* line = logits + row * words;
+            const float scale = inverse_temperature[row] > 0 ? inverse_temperature[row] : 1.0f;
+            float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+            for (int64_t i = 0; i < words; i++) top = load(line[i]) > top ? load(line[i]) : top;
+            double total = 0;
+            for (int64_t b = 0; b < blocks; b++) {
+                const int64_t end = std::min(words, (b + 1) * kBlock);
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = b * kBlock; i < end; i++) sum += exponential((load(line[i]) - top) * scale);
+                sums[b] = sum;
+                total += sum;
+            }
+            int64_t chosen = -1;
+            if (inverse_temperature[row] > 0) {
+                double left = where[row] * total;
+                int64_t b = 0;
+                while (b + 1 < blocks && left >= sums[b]) left -= sums[b++];
+                const int64_t end = std::min(words, (b + 1) * kBlock);
+                double passed = 0;
+                for (int64_t i = b * kBlock; i < end; i++) {
+                    float weight = exponential((load(line[i]) - top) * scale);
+                    if (weight > 0) chosen = i;
+                    passed += weight;
+                    if (passed > left && weight > 0) break;
+                }
+            }
+            if (chosen < 0) {  // greedy, or a last block of nothing but zeros
+                chosen = 0;
+                while (chosen + 1 < words && !(load(line[chosen]) >= top)) chosen++;
+            }
+            tokens[row] = chosen;
+            logprobs[row] = static_cast<double>((load(line[chosen]) - top) * scale) - std::log(total);
+        }
+    }
+}
+
+}  // namespace
+
+#define EXPORT(T, suffix)                                                                                            \
+    void norm_##suffix(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t size, float eps) {       \
+        norm_rows<T>(x, delta, weight, out, rows, size, eps);                                                        \
+    }                                                                                                                \
+    void gated_##suffix(const T* gate_up, T* out, int64_t rows, int64_t inner) {                                     \
+        gated<T>(gate_up, out, rows, inner);                                                                         \
+    }                                                                                                                \
+    void rotate_##suffix(const T* qkv, const T* cos, const T* sin, const T* q_weight, const T* k_weight, T* query,   \
+                         const void* places, const int64_t* positions, int64_t layer, int64_t tokens, int64_t heads, \
+                         int64_t kv_heads, int64_t size, float eps) {                                                \
+        rotate_store<T>(qkv, cos, sin, q_weight, k_weight, query, static_cast<const Place*>(places), positions,      \
+                        layer, tokens, heads, kv_heads, size, eps);                                                  \
+    }                                                                                                                \
+    void attend_##suffix(const T* query, T* out, const void* places, const int64_t* positions, int64_t layer,        \
+                         int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size) {                            \
+        attend<T>(query, out, static_cast<const Place*>(places), positions, layer, tokens, heads, kv_heads, size);   \
+    }                                                                                                                \
+    void draw_##suffix(const T* logits, const float* inverse_temperature, const double* where, int64_t* tokens,      \
+                       double* logprobs, int64_t rows, int64_t words) {                                              \
+        draw<T>(logits, inverse_temperature, where, tokens, logprobs, rows, words);                                  \
+    }
+
+extern "C" {
+EXPORT(float, float32)
+EXPORT(bf16, bfloat16)
+}
