@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
@@ -11,16 +11,18 @@ from lehr.core.batch import Batch, Manifest, StepResult
 from lehr.core.config import Config
 from lehr.core.trace import Version
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
 
 class TrainConfig(Config):
     """How gradient steps are taken."""
 
     learning_rate: float = Field(default=2e-5, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, lt=1 << 31)
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    tokens_per_microbatch: int = Field(default=2048, ge=64)
+    tokens_per_microbatch: int = Field(default=2048, ge=64, lt=1 << 31)
     """Packed tokens (shared prefixes counted once) per forward and backward."""
     dtype: str = "auto"
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
