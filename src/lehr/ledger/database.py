@@ -71,6 +71,9 @@ def open_reader(path: Path) -> Engine:
     with named_errors(path, "read"), engine.connect() as connection:
         found = _version(connection)
     if found != HEAD:
+        from lehr.ledger.migrate import refuse_newer
+
+        refuse_newer(found, path)
         raise ConfigError(
             f"the ledger at {path} is at version {found or 'none'}",
             expected=f"version {HEAD}",

@@ -87,6 +87,7 @@ def resume_run(path: Path, observer: Observer | None = None) -> RunResult:
     """Go on with a run that was interrupted. Says from where; a finished run returns at once."""
     observer = observer or Silent()
     folder, recipe = RunFolder.open(path)
+    folder.require_ledger()
     _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
     return asyncio.run(_run(folder, recipe, model, observer))
@@ -97,11 +98,11 @@ async def _run(folder: RunFolder, recipe: Recipe, model: Path, observer: Observe
     ledger = Ledger.open(folder.ledger, digest=folder.digest)
     try:
         done = [stage.name for stage in recipe.stages if ledger.stage_done(stage.name)]
-        start = folder.checkpoint(done[-1]) if done else model
         last = recipe.stages[-1]
         if ledger.stage_done(last.name if last.type == "reject" else f"measure {last.name}"):
             observer.note(f"{folder.path} is finished; nothing is left to do")
             return RunResult(folder.path, {s.name: ledger.stage_seconds(s.name) for s in recipe.stages})
+        start = folder.require_checkpoint(done[-1]) if done else model
         if ledger.incarnation > 1:
             where = f"after stage {done[-1]}" if done else "from the base model"
             observer.note(f"resuming {folder.path} {where}")
