@@ -140,7 +140,8 @@ def _sentence(text: str) -> str:
 
 
 def _say(first: str, *more: str) -> None:
-    click.echo(first, err=True)
-    for line in more:
-        if line:
-            click.echo(f"  {line}", err=True)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        click.echo(first, err=True)
+        for line in more:
+            if line:
+                click.echo(f"  {line}", err=True)
