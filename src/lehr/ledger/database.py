@@ -27,6 +27,7 @@ class LedgerDamaged(LehrError, RuntimeError):
     """The file is not a ledger, or the disk under it fails."""
 
     code = "ledger_damaged"
+    resumable = False
 
 
 def open_writer(path: Path) -> Engine:
@@ -108,7 +109,11 @@ def _named(error: BaseException, path: Path, doing: str) -> LehrError:
         )
     if code == sqlite3.SQLITE_IOERR and _is_full(path):
         return OutOfSpace(f"no space left while {path} was {doing}", hint="Free some space and resume the run.")
-    return LedgerDamaged(f"{path} could not be {doing}: {error}")
+    return LedgerDamaged(
+        f"{path} could not be {doing}: {error}",
+        expected="the ledger of a run, whole",
+        hint="Put the file back from a copy, or start a new run in another folder with `lehr train`.",
+    )
 
 
 def _is_full(path: Path) -> bool:
