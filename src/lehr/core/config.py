@@ -8,7 +8,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,6 +18,9 @@ C = TypeVar("C", bound="Config")
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 """A number of things of which there is at least one."""
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+"""What to compute in, as ``lehr.model.dtype`` knows it."""
 
 
 class Config(BaseModel):
@@ -48,7 +51,9 @@ def load(kind: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", expected="valid TOML") from error
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", expected="a TOML file", hint="Check the path."
+        ) from error
     return resolve(kind, raw, overrides, where=str(path))
 
 
@@ -109,6 +114,8 @@ def explain(kind: type[BaseModel], error: ValidationError, given: Any) -> str:
         path = ".".join(_keys(item["loc"], given))
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {path!r}; {_known(kind, item['loc'])}")
+        elif item["type"] == "missing":
+            lines.append(f"the key {path!r} is missing")
         elif item["type"] == "tuple_type":
             lines.append(f"{path}: expected a list in brackets (got {item.get('input')!r})")
         elif item["type"] == "value_error":

@@ -69,7 +69,9 @@ class RunFolder:
             ) from error
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"cannot read {folder.config}: {error}", expected="the file that a run wrote there"
+                f"cannot read {folder.config}: {getattr(error, 'strerror', None) or error}",
+                expected="the file that a run wrote there",
+                hint="Check who may read it, or put it back from a copy.",
             ) from error
         try:
             body: dict[str, Any] = json.loads(text)
@@ -78,7 +80,11 @@ class RunFolder:
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"cannot read {folder.config}: {error}") from error
+            raise ConfigError(
+                f"cannot read {folder.config}: {error}",
+                expected="the file that a run wrote there",
+                hint="Put the file back from a copy, or start a new run in another folder with `lehr train`.",
+            ) from error
         if found != body.get("digest"):
             raise ConfigError(
                 f"{folder.config} was edited: its digest is {found}, recorded {body.get('digest')}",
@@ -91,9 +97,9 @@ class RunFolder:
         """Return the folder of a stage's final checkpoint, or of one inside it."""
         return self.checkpoints / (stage if step is None else f"{stage}-step-{step:04d}")
 
-    def require_checkpoint(self, stage: str) -> Path:
-        """Return the folder of the checkpoint of a stage that is done. Raises ``ConfigError`` if it is gone."""
-        path = self.checkpoint(stage)
+    def require_checkpoint(self, stage: str, step: int | None = None) -> Path:
+        """Return the folder of a checkpoint that was recorded. Raises ``ConfigError`` if it is gone."""
+        path = self.checkpoint(stage, step)
         if not (path / "config.json").exists():
             raise ConfigError(
                 f"the checkpoint of stage {stage!r} of {self.path} is missing",
@@ -102,16 +108,23 @@ class RunFolder:
             )
         return path
 
+    @property
+    def begun(self) -> bool:
+        """Whether a run lies here, be it damaged."""
+        return self.ledger.exists() or (self.blobs.is_dir() and self.checkpoints.is_dir())
+
     def require_ledger(self) -> None:
-        """Raise ``ConfigError`` if work was done here and its record is gone. A run that was stopped before
-        it recorded anything has none, and may begin.
+        """Raise ``ConfigError`` if work was done here and its record is gone or empty. A run that was stopped
+        before it recorded anything has none, and may begin.
         """
-        if self.ledger.exists():
+        log = self.ledger.with_name(self.ledger.name + "-wal")
+        if any(file.exists() and file.stat().st_size for file in (self.ledger, log)):
             return
         left = [self.metrics, *self.blobs.glob("*"), *self.checkpoints.glob("*")]
         if found := next((path for path in left if path.exists()), None):
+            state = "empty" if self.ledger.exists() else "missing"
             raise ConfigError(
-                f"{self.ledger} is missing, the record of what this run did",
+                f"{self.ledger} is {state}, the record of what this run did",
                 expected=f"the ledger that belongs to {found}",
                 hint="Put the file back from a copy, or start a new run in another folder with `lehr train`.",
             )

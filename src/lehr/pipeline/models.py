@@ -11,6 +11,7 @@ from lehr.model.chat import ChatRenderer
 from lehr.model.config import load_config
 from lehr.model.fetch import MODELS, fetch, home, locate, ready_home
 from lehr.model.tokenizer import ByteTokenizer, load_tokenizer
+from lehr.model.weights import weight_files
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.observer import Observer
 
@@ -39,14 +40,16 @@ def require_model(name: str) -> None:
 
 def _placed(name: str) -> Path:
     path = Path(name).expanduser()
-    if (path / "ledger.sqlite").exists():
+    if RunFolder(path).begun:
         return trained_model(path)
-    if not path.exists() and os.sep not in name and not name.startswith((".", "~")):
+    if not name or (not path.exists() and os.sep not in name and not name.startswith((".", "~"))):
         raise UnknownName.among(
             "model", name, [TINY, *MODELS], hint="A path to a Hugging Face folder works as well."
         )
     folder = locate(name)
     load_config(folder)
+    weight_files(folder)
+    load_renderer(folder)
     return folder
 
 

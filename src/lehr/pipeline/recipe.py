@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -141,7 +142,7 @@ class Recipe(Config):
     stages: tuple[Stage, ...] = Field(min_length=1)
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: NativeConfig = NativeConfig()
-    engines: Count | None = None
+    engines: int | None = Field(default=None, ge=1, le=256)
     """Sampling processes; the default is one per core, at most four. They share the cores and the
     ``cache_tokens`` of ``engine`` evenly, and each runs up to its ``max_running``."""
     sandbox: SandboxConfig = SandboxConfig()
@@ -149,6 +150,12 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _names(self) -> Recipe:
         names = [stage.name for stage in self.stages]
+        for name in names:
+            if not re.fullmatch(r"[^./\x00-\x1f][^/\x00-\x1f]{0,63}", name):
+                raise ValueError(
+                    f"{name!r:.80} cannot be the name of a stage and its folder: expected 1 to 64 "
+                    "characters without '/', the first not '.'"
+                )
         twice = sorted({name for name in names if names.count(name) > 1} | ({"base"} & set(names)))
         if twice:
             raise ValueError(f"stage names must be unique and not 'base'; rename {', '.join(twice)}")
@@ -215,10 +222,14 @@ def load_recipe(name: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises ``ConfigError`` that names the file and the key.
     """
-    if not name.exists() and str(name) in NAMED:
+    try:
+        there = name.exists()
+    except OSError:
+        there = True  # reading it says what is wrong
+    if not there and str(name) in NAMED:
         body = NAMED[str(name)]().model_dump(mode="json")
         return resolve(Recipe, body, overrides, where=f"recipe {name}")
-    if not name.exists():
+    if not there:
         raise ConfigError(
             f"no such file: {name}",
             expected=f"a recipe in TOML, or one that comes with lehr: {', '.join(NAMED)}",

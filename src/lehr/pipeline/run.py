@@ -17,6 +17,7 @@ from lehr.domains.catalogue import open_domain
 from lehr.ledger.blobs import BlobStore
 from lehr.ledger.recorder import LedgerRecorder
 from lehr.ledger.store import Ledger
+from lehr.model.weights import weight_files
 from lehr.pipeline.context import Context
 from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder
@@ -32,6 +33,7 @@ from lehr.pipeline.stages.rl import run_rl
 from lehr.pipeline.stages.sft import run_sft
 from lehr.rollout.agent import AgentLoop
 from lehr.rollout.group import GroupRunner
+from lehr.sandbox.base import BACKENDS
 from lehr.sandbox.pool import Pool
 from lehr.train.remote import RemoteTrainer
 
@@ -55,11 +57,12 @@ class RunResult:
 
 
 def check_recipe(recipe: Recipe, say: Callable[[str], object] = lambda _: None) -> None:
-    """Raise ``UnknownName`` or ``ConfigError`` for a model or a domain that is not there.
+    """Raise ``UnknownName`` or ``ConfigError`` for a model, a domain or a kind of box that is not there.
 
     say: hears which domains have fewer held-out tasks than are asked for; all of theirs are then measured.
     """
     require_model(recipe.model)
+    BACKENDS.get(recipe.sandbox.backend)
     asked = recipe.evaluation.count
     for name in recipe.domains:
         has = open_domain(name, recipe.domain_paths).card.splits.get("heldout", 0)
@@ -164,7 +167,7 @@ async def _context(
     pool = Pool(boxes.backend, warm=boxes.warm, limit=boxes.boxes, quotas=boxes.quotas, recorder=recorder)
     metrics = MetricsWriter(folder.metrics)
     verifying = BusyMeter()
-    weights = folder.weights((start / "model.safetensors").stat().st_size)
+    weights = folder.weights(sum(file.stat().st_size for file in weight_files(start)))
     observer.stage("start", None, "roles")
     begun = time.monotonic()
     flushing = asyncio.create_task(_flush(recorder))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
 from lehr.core.batch import Batch, Manifest, StepResult
-from lehr.core.config import Config
+from lehr.core.config import Config, Dtype
 from lehr.core.trace import Version
 
+Correction = Literal["dppo_tv", "tis", "none"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -24,10 +25,10 @@ class TrainConfig(Config):
     max_grad_norm: float = Field(default=1.0, gt=0)
     tokens_per_microbatch: int = Field(default=2048, ge=64, lt=1 << 31)
     """Packed tokens (shared prefixes counted once) per forward and backward."""
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
     Master weights and optimiser state are float32 always."""
-    correction: str = "dppo_tv"
+    correction: Correction = "dppo_tv"
     """Token-level off-policy correction: ``dppo_tv``, ``tis`` or ``none``."""
     tis_cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio under ``tis``."""

@@ -8,9 +8,15 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from lehr.app.cli import run
 from lehr.app.doctor import machine_checks
+from lehr.core.errors import ConfigError
+from lehr.model.checkpoint import load_tensors, save_model
+from lehr.model.tiny import tiny_decoder
+from lehr.model.tokenizer import ByteTokenizer
+from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.models import trained_model
 
 from .conftest import MadeRun
@@ -79,6 +85,51 @@ def test_a_model_whose_configuration_is_wrong_is_refused_by_the_check(
     assert f"{model / 'config.json'} lacks the key 'model_type'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["weights missing", "weights cut", "no tokenizer", "backend", "no name"])
+def test_what_cannot_work_is_refused_before_a_run_folder_is_made(
+    what: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "m"
+    save_model(tiny_decoder(seed=0), model, ByteTokenizer())
+    override, said = f"model={model}", str(model)
+    if what == "weights missing":
+        (model / "model.safetensors").unlink()
+    elif what == "weights cut":
+        with (model / "model.safetensors").open("r+b") as file:
+            file.truncate(30_000)
+    elif what == "no tokenizer":
+        (model / "tokenizer_config.json").unlink()
+    elif what == "backend":
+        override, said = "sandbox.backend=dockr", "unknown sandbox 'dockr'"
+    else:
+        override, said = 'model=""', "unknown model ''"
+    assert run(["train", str(recipe), "--run", str(tmp_path / "run"), override]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "xpected" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_in_shards_is_whole_only_with_all_of_them(recipe: Path, tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    save_model(tiny_decoder(seed=0), model, ByteTokenizer())
+    tensors = load_tensors(model)
+    (model / "model.safetensors").unlink()
+    names = {key: f"part-{index % 2}.safetensors" for index, key in enumerate(tensors)}
+    for part in set(names.values()):
+        save_file({key: tensors[key] for key in tensors if names[key] == part}, model / part)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert run(["train", str(recipe), "--check", f"model={model}"]) == 0
+    (model / "part-1.safetensors").unlink()
+    assert run(["train", str(recipe), "--check", f"model={model}"]) == 2
+
+
+def test_a_recipe_that_may_not_be_read_or_has_no_possible_name_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "x" * 300, "--check"]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_a_missing_checkpoint_is_said_and_no_other_model_used(
     recipe: Path, made_run: MadeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,15 +142,54 @@ def test_a_missing_checkpoint_is_said_and_no_other_model_used(
         assert "checkpoint of stage 'rl'" in error and "is missing" in error
 
 
+@pytest.mark.parametrize("state", ["missing", "empty"])
 def test_a_run_without_its_ledger_does_not_begin_again(
-    recipe: Path, made_run: MadeRun, capsys: pytest.CaptureFixture[str]
+    state: str, recipe: Path, made_run: MadeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = made_run.path / "ledger.sqlite"
     ledger.unlink()
-    assert run(["runs", "resume", str(made_run.path)]) == 2
+    if state == "empty":
+        ledger.touch()
+    for command in (
+        ["runs", "resume"], ["runs", "show"], ["report"], ["try"], ["eval", "code/functions", "--model"],
+    ):  # fmt: skip
+        assert run([*command, str(made_run.path)]) == 2
+        error = capsys.readouterr().err
+        assert f"{ledger} is {state}" in error and "from a copy" in error and "lehr train" in error
+    assert run(["runs", "list", str(made_run.path.parent), "--json"]) == 0
+    assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["unreadable"]
+    assert ledger.exists() == (state == "empty") and not (state == "empty" and ledger.stat().st_size)
+
+
+def test_a_damaged_ledger_is_not_to_be_resumed(
+    recipe: Path, made_run: MadeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = made_run.path / "ledger.sqlite"
+    ledger.write_bytes(b"no ledger" * 1000)
+    for command in (["runs", "resume"], ["runs", "show"], ["eval", "code/functions", "--model"]):
+        assert run([*command, str(made_run.path)]) == 1
+        error = capsys.readouterr().err
+        assert str(ledger) in error and "from a copy" in error and "Resume with" not in error
+    assert ledger.read_bytes() == b"no ledger" * 1000
+
+
+def test_a_damaged_configuration_of_a_run_says_what_to_do(
+    made_run: MadeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (made_run.path / "config.json").write_text("{")
+    assert run(["runs", "show", str(made_run.path)]) == 2
     error = capsys.readouterr().err
-    assert f"{ledger} is missing" in error and "from a copy" in error and "lehr train" in error
-    assert not ledger.exists()
+    assert f"cannot read {made_run.path / 'config.json'}" in error and "from a copy" in error
+
+
+def test_a_checkpoint_inside_a_stage_is_asked_for_by_name(made_run: MadeRun) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint of stage 'rl'.*missing.*rl-step-0004"):
+        RunFolder(made_run.path).require_checkpoint("rl", 4)
+
+
+def test_a_file_is_no_folder_of_runs(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["runs", "list", str(recipe)]) == 2
+    assert str(recipe) in capsys.readouterr().err
 
 
 def test_a_ledger_of_a_newer_lehr_asks_for_an_update(

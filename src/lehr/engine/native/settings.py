@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from lehr.core.config import Config, Count
+from lehr.core.config import Config, Count, Dtype
 
 
 class NativeConfig(Config):
@@ -17,5 +17,5 @@ class NativeConfig(Config):
     one keeps decoding requests from waiting for the prompts of others."""
     cache_tokens: int = Field(default=32768, ge=16, lt=1 << 31)
     """Tokens whose keys and values the block pool can hold, for running requests and prefixes together."""
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
