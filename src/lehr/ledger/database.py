@@ -102,7 +102,11 @@ def _named(error: BaseException, path: Path, doing: str) -> LehrError:
             hint="Everything committed before is intact: free some space and resume the run.",
         )
     if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-        return HostUnfit(f"{path} cannot be {doing}: {error}", expected="a folder that may be written to")
+        return HostUnfit(
+            f"{path} cannot be {doing}: {error}",
+            expected="a folder that may be written to",
+            hint=f"Make {path.parent} writable for you, or work on a copy of it.",
+        )
     if code == sqlite3.SQLITE_BUSY:
         return HostUnfit(
             f"{path} was locked for {BUSY_S:.0f} s", hint="Another process holds it; is the run still going?"

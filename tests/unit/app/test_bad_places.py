@@ -173,6 +173,17 @@ def test_a_damaged_ledger_is_not_to_be_resumed(
     assert ledger.read_bytes() == b"no ledger" * 1000
 
 
+def test_a_ledger_that_cannot_be_opened_says_what_to_do(
+    recipe: Path, made_run: MadeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = made_run.path / "ledger.sqlite"
+    ledger.unlink()
+    ledger.mkdir()
+    assert run(["runs", "resume", str(made_run.path)]) == 2
+    error = capsys.readouterr().err
+    assert str(ledger) in error and "work on a copy of it" in error
+
+
 def test_a_damaged_configuration_of_a_run_says_what_to_do(
     made_run: MadeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
