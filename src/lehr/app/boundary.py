@@ -54,7 +54,7 @@ def report_error(error: BaseException, session: Session) -> int:
     known = next((cause for cause in causes if isinstance(cause, LehrError)), None)
     if known is not None:
         mistake = isinstance(known, MISTAKES)
-        going_on = () if mistake else _resume("Resume with", session)
+        going_on = () if mistake or not known.resumable else _resume("Resume with", session)
         expected = f"expected {known.expected}" if known.expected else ""
         _say(f"error: {known.what}", expected, known.hint, *going_on)
         return 2 if mistake else 1
@@ -140,7 +140,8 @@ def _sentence(text: str) -> str:
 
 
 def _say(first: str, *more: str) -> None:
-    click.echo(first, err=True)
-    for line in more:
-        if line:
-            click.echo(f"  {line}", err=True)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        click.echo(first, err=True)
+        for line in more:
+            if line:
+                click.echo(f"  {line}", err=True)

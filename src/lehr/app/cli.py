@@ -15,10 +15,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import NamedTuple
 
 import click
@@ -26,6 +24,7 @@ import click
 from lehr import __version__
 from lehr.app.boundary import report_error
 from lehr.app.session import Session
+from lehr.app.stopping import heed_requests_to_stop
 
 
 class Entry(NamedTuple):
@@ -121,14 +120,5 @@ def run(argv: Sequence[str] | None = None, session: Session | None = None) -> in
 def main() -> None:
     """Run the program and exit with its status."""
     session = Session()
-
-    def stop(number: int, _: FrameType | None) -> None:
-        session.stopped_by = number
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, stop)
+    heed_requests_to_stop(session)
     sys.exit(run(session=session))

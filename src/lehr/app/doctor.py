@@ -37,7 +37,7 @@ def examine() -> list[Check]:
 
 
 def machine_checks() -> list[Check]:
-    """Return what the machine has: Python, cores, memory, disk, GPU."""
+    """Return what the machine has: Python, cores, memory, disk, a place for models, GPU."""
     checks = [
         Check(
             "python",
@@ -57,6 +57,7 @@ def machine_checks() -> list[Check]:
     )
     checks.append(_memory())
     checks.append(_disk(Path.cwd()))
+    checks.append(_home())
     checks.append(_gpu())
     return checks
 
@@ -92,6 +93,17 @@ def _disk(folder: Path) -> Check:
         f"{free / (1 << 30):.1f} GiB free at {folder}",
         "" if enough else f"free some, or use --run on another disk: a run needs {NEEDED_DISK >> 30} GiB",
     )
+
+
+def _home() -> Check:
+    from lehr.core.errors import HostUnfit, OutOfSpace
+    from lehr.model.fetch import MODELS, fetched, ready_home
+
+    try:
+        return Check("models", "ok", f"kept in {ready_home()}")
+    except (HostUnfit, OutOfSpace) as error:
+        here = all(fetched(name) for name in MODELS)
+        return Check("models", "warn" if here else "missing", error.what, error.hint)
 
 
 def _gpu() -> Check:

@@ -36,14 +36,14 @@ def close(folder: Path, took_s: float | None = None) -> None:
     from lehr.app.meter import duration
     from lehr.app.report.table import print_summary
     from lehr.app.report.write import write_report
-    from lehr.pipeline.models import last_checkpoint
+    from lehr.pipeline.models import last_stage
 
     summary, page = write_report(folder)
     print_summary(summary, console())
     name = shown(folder)
     click.echo("" if took_s is None else f"took {duration(took_s)}")
     click.echo(f"report      {shown(page)}")
-    if last_checkpoint(folder) is None:
+    if last_stage(folder) is None:
         click.echo(f"go on       lehr runs resume {name}")
         return
     click.echo(f"try it      lehr try {name}")

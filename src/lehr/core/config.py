@@ -8,13 +8,19 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lehr.core.errors import ConfigError
 
 C = TypeVar("C", bound="Config")
+
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+"""A number of things of which there is at least one."""
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+"""What to compute in, as ``lehr.model.dtype`` knows it."""
 
 
 class Config(BaseModel):
@@ -42,17 +48,22 @@ def load(kind: type[C], path: Path, overrides: Iterable[str] = ()) -> C:
         raw = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigError(f"no such file: {path}", hint="Check the path.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", expected="valid TOML") from error
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="Check the path.") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", expected="a TOML file", hint="Check the path."
+        ) from error
     return resolve(kind, raw, overrides, where=str(path))
 
 
 def resolve(
     kind: type[C], raw: Mapping[str, Any], overrides: Iterable[str] = (), *, where: str = "config"
 ) -> C:
-    """Validate ``raw`` after applying overrides such as ``stages.2.steps=12`` (values read as TOML)."""
+    """Validate ``raw`` after applying overrides such as ``stages.2.steps=12`` (values read as TOML).
+
+    Values have the type that is asked for: neither ``"3"`` nor ``true`` is a number.
+    """
     tree: dict[str, Any] = json.loads(json.dumps(raw, default=str))
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -64,9 +75,9 @@ def resolve(
             value = text
         _assign(tree, key.split("."), value, item)
     try:
-        return kind.model_validate(tree)
+        return kind.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {explain(kind, error)}") from error
+        raise ConfigError(f"{where}: {explain(kind, error, tree)}") from error
 
 
 def _assign(tree: Any, keys: list[str], value: Any, item: str) -> None:
@@ -90,17 +101,21 @@ def _assign(tree: Any, keys: list[str], value: Any, item: str) -> None:
         raise ConfigError(f"override {item!r}: {'.'.join(parents)} is a value, not a table")
 
 
-def explain(kind: type[BaseModel], error: ValidationError) -> str:
-    """Return one line per problem; for an unknown key, with the nearest ones known at its place."""
+def explain(kind: type[BaseModel], error: ValidationError, given: Any) -> str:
+    """Return one line per problem of ``given``, with its key as it is typed; for an unknown key, with the
+    nearest ones known at its place.
+    """
     lines: list[str] = []
     problems = error.errors()
     inner = {item["loc"][0] for item in problems if len(item["loc"]) > 1}
     for item in problems:
         if item["type"] == "too_short" and item["loc"][0] in inner:
             continue  # what is in it could not be read, and so it counts as empty
-        path = ".".join(str(p) for p in item["loc"])
+        path = ".".join(_keys(item["loc"], given))
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {path!r}; {_known(kind, item['loc'])}")
+        elif item["type"] == "missing":
+            lines.append(f"the key {path!r} is missing")
         elif item["type"] == "tuple_type":
             lines.append(f"{path}: expected a list in brackets (got {item.get('input')!r})")
         elif item["type"] == "value_error":
@@ -109,6 +124,20 @@ def explain(kind: type[BaseModel], error: ValidationError) -> str:
         else:
             lines.append(f"{path or 'value'}: {item['msg']} (got {item.get('input')!r:.200})")
     return "\n  ".join(lines)
+
+
+def _keys(loc: Iterable[int | str], given: Any) -> Iterable[str]:
+    """Yield the keys that lead to ``loc``, without the types that tagged unions put between them."""
+    for part in loc:
+        if isinstance(given, dict):
+            table = cast("dict[Any, Any]", given)
+            if part not in table and part == table.get("type"):
+                continue
+            given = table.get(part)
+        elif isinstance(given, list) and isinstance(part, int):
+            entries = cast("list[Any]", given)
+            given = entries[part] if part < len(entries) else None
+        yield str(part)
 
 
 def _known(kind: type[BaseModel], loc: Sequence[int | str]) -> str:

@@ -27,6 +27,8 @@ class LehrError(Exception):
     """Base of the tree. ``str(error)`` is one message of up to three sentences."""
 
     code = "error"
+    resumable = True
+    """Whether a run that ended with it may go on where it stands."""
 
     def __init__(self, what: str, *, expected: str = "", hint: str = "") -> None:
         self.what = what

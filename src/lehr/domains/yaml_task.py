@@ -111,7 +111,7 @@ def load_task(path: Path, *, clamp: bool = False, host: HostSize | None = None) 
     try:
         file = TaskFile.model_validate(dict(cast("Mapping[str, Any]", raw)))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(TaskFile, error)}") from error
+        raise ConfigError(f"{path}: {explain(TaskFile, error, raw)}") from error
     for text in file.sandbox.allow_hosts:
         Rule.parse(text)
     resources = _fit(file, host or HostSize.here(), clamp)

@@ -27,6 +27,7 @@ class LedgerDamaged(LehrError, RuntimeError):
     """The file is not a ledger, or the disk under it fails."""
 
     code = "ledger_damaged"
+    resumable = False
 
 
 def open_writer(path: Path) -> Engine:
@@ -71,6 +72,9 @@ def open_reader(path: Path) -> Engine:
     with named_errors(path, "read"), engine.connect() as connection:
         found = _version(connection)
     if found != HEAD:
+        from lehr.ledger.migrate import refuse_newer
+
+        refuse_newer(found, path)
         raise ConfigError(
             f"the ledger at {path} is at version {found or 'none'}",
             expected=f"version {HEAD}",
@@ -98,14 +102,22 @@ def _named(error: BaseException, path: Path, doing: str) -> LehrError:
             hint="Everything committed before is intact: free some space and resume the run.",
         )
     if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-        return HostUnfit(f"{path} cannot be {doing}: {error}", expected="a folder that may be written to")
+        return HostUnfit(
+            f"{path} cannot be {doing}: {error}",
+            expected="a folder that may be written to",
+            hint=f"Make {path.parent} writable for you, or work on a copy of it.",
+        )
     if code == sqlite3.SQLITE_BUSY:
         return HostUnfit(
             f"{path} was locked for {BUSY_S:.0f} s", hint="Another process holds it; is the run still going?"
         )
     if code == sqlite3.SQLITE_IOERR and _is_full(path):
         return OutOfSpace(f"no space left while {path} was {doing}", hint="Free some space and resume the run.")
-    return LedgerDamaged(f"{path} could not be {doing}: {error}")
+    return LedgerDamaged(
+        f"{path} could not be {doing}: {error}",
+        expected="the ledger of a run, whole",
+        hint="Put the file back from a copy, or start a new run in another folder with `lehr train`.",
+    )
 
 
 def _is_full(path: Path) -> bool:

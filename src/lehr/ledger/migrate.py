@@ -21,12 +21,21 @@ def alembic_config() -> Config:
     return config
 
 
+def refuse_newer(found: str | None, path: Path) -> None:
+    """Raise ``ConfigError`` for a ledger whose version ``found`` is none of those that this lehr knows."""
+    known = {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
+    if found is not None and found not in known:
+        raise ConfigError(
+            f"{path} was written by a newer lehr (ledger version {found})",
+            expected=f"version {max(known)} or older",
+            hint="Update lehr.",
+        )
+
+
 def upgrade(engine: Engine, found: str | None, path: Path) -> None:
     """Apply what is missing since ``found``, in one transaction."""
     config = alembic_config()
-    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-    if found is not None and found not in known:
-        raise ConfigError(f"{path} was written by a newer lehr (ledger version {found})", hint="Update lehr.")
+    refuse_newer(found, path)
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

@@ -21,9 +21,7 @@ from lehr.core.errors import ConfigError, OutOfSpace
 from lehr.model.config import load_config
 from lehr.model.decoder import Decoder
 from lehr.model.dtype import dtype_name
-from lehr.model.values import read_json
-
-WEIGHTS = "model.safetensors"
+from lehr.model.weights import WEIGHTS, require_whole, weight_files
 
 
 class Savable(Protocol):
@@ -36,29 +34,18 @@ class Savable(Protocol):
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the weights in ``folder`` by name, from one file or from the shards that its index names."""
-    index = read_json(folder / f"{WEIGHTS}.index.json").get("weight_map")
-    names = sorted(set(index.values())) if isinstance(index, dict) else [WEIGHTS]
     tensors: dict[str, Tensor] = {}
-    for name in names:
-        tensors.update(read_tensors(folder / name))
+    for file in weight_files(folder):
+        tensors.update(read_tensors(file))
     return tensors
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one safetensors file. Raises :class:`ConfigError` if missing or damaged."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not path.exists():
-        raise ConfigError(
-            f"no weights in {path.parent}: {path.name} is missing",
-            expected="safetensors files",
-            hint="Fetch the model again, or convert its weights to safetensors.",
-        )
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ConfigError(f"cannot read {path}: {error}", hint="Fetch the model again.") from error
+    require_whole(path)
+    return load_file(path)
 
 
 def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:

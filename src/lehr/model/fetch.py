@@ -7,6 +7,7 @@ complete. To add a model, add an entry to :data:`MODELS`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lehr.core.errors import ConfigError, MissingDependency, OutOfSpace, UnknownName
+from lehr.core.errors import ConfigError, HostUnfit, MissingDependency, OutOfSpace, UnknownName
 
 Say = Callable[[str], None]
 _RECEIPT = "lehr.json"
@@ -44,6 +45,26 @@ def home() -> Path:
     """Return the folder that caches models: ``$LEHR_HOME/models`` or ``~/.cache/lehr/models``."""
     base = os.environ.get("LEHR_HOME")
     return (Path(base) if base else Path.home() / ".cache" / "lehr") / "models"
+
+
+def ready_home() -> Path:
+    """Return :func:`home`, made if it is not there and proven to take files. Raises :class:`HostUnfit`."""
+    folder = home()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfSpace(f"no space left for models in {folder}", hint="Free some space there.") from error
+        named = os.environ.get("LEHR_HOME")
+        chosen = f" (LEHR_HOME is {named})" if named else ""
+        raise HostUnfit(
+            f"models cannot be kept in {folder}: {error.strerror}{chosen}",
+            expected="a folder that may be written to",
+            hint="Set LEHR_HOME to a folder that you own.",
+        ) from error
+    return folder
 
 
 def locate(model: str) -> Path:
@@ -75,15 +96,10 @@ def fetch(name: str, say: Say = lambda _: None) -> Path:
     folder = home() / name
     if _complete(folder):
         return folder
+    ready_home()
     gguf = _weights(MODELS[name], say)
     say(f"Converting {gguf.name} to safetensors")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {folder.parent}: {error.strerror}", hint="Set LEHR_HOME to a folder that you own."
-        ) from error
+    work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
     try:
         convert(gguf, work)
         digest = _digest(work / "model.safetensors")
@@ -109,8 +125,13 @@ def fetch(name: str, say: Say = lambda _: None) -> Path:
     return folder
 
 
+def fetched(name: str) -> bool:
+    """Return whether a named model is on this machine."""
+    return _complete(home() / name)
+
+
 def _complete(folder: Path) -> bool:
-    return (folder / _RECEIPT).exists() and (folder / "model.safetensors").exists()
+    return os.path.exists(folder / _RECEIPT) and os.path.exists(folder / "model.safetensors")
 
 
 def _digest(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lehr.core.config import digest_of, resolve
-from lehr.core.errors import ConfigError, OutOfSpace
+from lehr.core.errors import ConfigError, HostUnfit, OutOfSpace
 from lehr.pipeline.recipe import Recipe
 
 MIN_FREE_BYTES = 512 << 20
@@ -40,12 +40,12 @@ class RunFolder:
     def create(cls, path: Path, recipe: Recipe) -> RunFolder:
         """Make a new run folder. Refuses one that already holds a run."""
         folder = cls(path)
-        if folder.config.exists():
-            raise ConfigError(
-                f"{path} already holds a run",
-                hint=f"Resume it with `lehr runs resume {path}` or name another folder.",
-            )
         try:
+            if folder.config.exists():
+                raise ConfigError(
+                    f"{path} already holds a run",
+                    hint=f"Resume it with `lehr runs resume {path}` or name another folder.",
+                )
             path.mkdir(parents=True, exist_ok=True)
             folder.require_space()
             for part in (folder.blobs, folder.checkpoints, folder.logs):
@@ -54,25 +54,37 @@ class RunFolder:
             body = {"digest": folder.digest, "started": time.time(), "recipe": recipe.model_dump(mode="json")}
             replace_text(folder.config, json.dumps(body, indent=2) + "\n")
         except OSError as error:
-            raise out_of_space(error, path) from error
+            raise unusable(error, path) from error
         return folder
 
     @classmethod
     def open(cls, path: Path) -> tuple[RunFolder, Recipe]:
         """Read an existing run folder."""
         folder = cls(path)
-        if not folder.config.exists():
+        try:
+            text = folder.config.read_text()
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
                 f"{path} is not a run folder (no config.json)", hint="`lehr runs list` shows the runs here."
-            )
+            ) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"cannot read {folder.config}: {getattr(error, 'strerror', None) or error}",
+                expected="the file that a run wrote there",
+                hint="Check who may read it, or put it back from a copy.",
+            ) from error
         try:
-            body: dict[str, Any] = json.loads(folder.config.read_text())
+            body: dict[str, Any] = json.loads(text)
             found = digest_of(body["recipe"])
             recipe = resolve(Recipe, body["recipe"], where=str(folder.config))
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"cannot read {folder.config}: {error}") from error
+            raise ConfigError(
+                f"cannot read {folder.config}: {error}",
+                expected="the file that a run wrote there",
+                hint="Put the file back from a copy, or start a new run in another folder with `lehr train`.",
+            ) from error
         if found != body.get("digest"):
             raise ConfigError(
                 f"{folder.config} was edited: its digest is {found}, recorded {body.get('digest')}",
@@ -84,6 +96,38 @@ class RunFolder:
     def checkpoint(self, stage: str, step: int | None = None) -> Path:
         """Return the folder of a stage's final checkpoint, or of one inside it."""
         return self.checkpoints / (stage if step is None else f"{stage}-step-{step:04d}")
+
+    def require_checkpoint(self, stage: str, step: int | None = None) -> Path:
+        """Return the folder of a checkpoint that was recorded. Raises ``ConfigError`` if it is gone."""
+        path = self.checkpoint(stage, step)
+        if not (path / "config.json").exists():
+            raise ConfigError(
+                f"the checkpoint of stage {stage!r} of {self.path} is missing",
+                expected=f"the model that the stage left in {path}",
+                hint="Put the folder back from a copy, or train again in another folder.",
+            )
+        return path
+
+    @property
+    def begun(self) -> bool:
+        """Whether a run lies here, be it damaged."""
+        return self.ledger.exists() or (self.blobs.is_dir() and self.checkpoints.is_dir())
+
+    def require_ledger(self) -> None:
+        """Raise ``ConfigError`` if work was done here and its record is gone or empty. A run that was stopped
+        before it recorded anything has none, and may begin.
+        """
+        log = self.ledger.with_name(self.ledger.name + "-wal")
+        if any(file.exists() and file.stat().st_size for file in (self.ledger, log)):
+            return
+        left = [self.metrics, *self.blobs.glob("*"), *self.checkpoints.glob("*")]
+        if found := next((path for path in left if path.exists()), None):
+            state = "empty" if self.ledger.exists() else "missing"
+            raise ConfigError(
+                f"{self.ledger} is {state}, the record of what this run did",
+                expected=f"the ledger that belongs to {found}",
+                hint="Put the file back from a copy, or start a new run in another folder with `lehr train`.",
+            )
 
     def weights(self, model_bytes: int) -> Path:
         """Return an empty folder for published weights: in memory where three sets of ``model_bytes`` fit,
@@ -157,6 +201,24 @@ def out_of_space(error: OSError, path: Path) -> OSError:
     if error.errno in (28, 122):
         return OutOfSpace(f"no space left while writing {path}", hint="Free some space and resume the run.")
     return error
+
+
+def unusable(error: OSError, path: Path) -> OSError | HostUnfit | ConfigError:
+    """Return why no run can be made at ``path``, as an error that says what to do about it."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return ConfigError(
+            f"cannot make the run folder {path}: a file is in its place",
+            expected="a folder, or a path where nothing is yet",
+            hint="Name another folder with --run.",
+        )
+    named = out_of_space(error, path)
+    if named is not error or isinstance(error, OutOfSpace):
+        return named
+    return HostUnfit(
+        f"cannot make the run folder {path}: {error.strerror}",
+        expected="a folder that may be written to",
+        hint="Name another folder with --run.",
+    )
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 from lehr.core.errors import ConfigError, UnknownName
+from lehr.ledger.reader import LedgerReader
 from lehr.model.chat import ChatRenderer
 from lehr.model.config import load_config
-from lehr.model.fetch import MODELS, fetch, home, locate
+from lehr.model.fetch import MODELS, fetch, home, locate, ready_home
 from lehr.model.tokenizer import ByteTokenizer, load_tokenizer
+from lehr.model.weights import weight_files
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.observer import Observer
 
@@ -38,39 +40,48 @@ def require_model(name: str) -> None:
 
 def _placed(name: str) -> Path:
     path = Path(name).expanduser()
-    if (path / "ledger.sqlite").exists():
+    if RunFolder(path).begun:
         return trained_model(path)
-    if not path.exists() and os.sep not in name and not name.startswith((".", "~")):
+    if not name or (not path.exists() and os.sep not in name and not name.startswith((".", "~"))):
         raise UnknownName.among(
             "model", name, [TINY, *MODELS], hint="A path to a Hugging Face folder works as well."
         )
     folder = locate(name)
     load_config(folder)
+    weight_files(folder)
+    load_renderer(folder)
     return folder
 
 
 def trained_model(run: Path) -> Path:
     """Return the checkpoint of the run's last finished stage that is not a control.
 
-    Raises ``ConfigError`` where no stage of the run has finished yet.
+    Raises ``ConfigError`` where no stage of the run has finished yet, or where its checkpoint is gone.
     """
-    found = last_checkpoint(run)
-    if found is None:
+    stage = last_stage(run)
+    if stage is None:
         raise ConfigError(
             f"{run} has no trained checkpoint yet",
             expected="a run with at least one finished stage",
             hint=f"Go on with it: `lehr runs resume {run}`",
         )
-    return found
+    return RunFolder(run).require_checkpoint(stage)
 
 
-def last_checkpoint(run: Path) -> Path | None:
-    """Return what :func:`trained_model` does, or None where no stage of the run has finished yet."""
+def last_stage(run: Path) -> str | None:
+    """Return the name of the run's last finished stage that is not a control, or None if there is none yet."""
     folder, recipe = RunFolder.open(run)
+    folder.require_ledger()
+    if not folder.ledger.exists():
+        return None
+    reader = LedgerReader(folder.ledger)
+    try:
+        done = {stage.name for stage in reader.stages() if stage.state == "done"}
+    finally:
+        reader.close()
     for stage in reversed(recipe.stages):
-        path = folder.checkpoint(stage.name)
-        if stage.type != "control" and (path / "config.json").exists():
-            return path
+        if stage.type != "control" and stage.name in done:
+            return stage.name
     return None
 
 
@@ -86,10 +97,10 @@ def context_tokens(folder: Path, limit: int = 4096) -> int:
 
 def _tiny() -> Path:
     folder = home() / TINY
-    if not (folder / "model.safetensors").exists():
+    if not os.path.exists(folder / "model.safetensors"):
         from lehr.model.checkpoint import save_model
         from lehr.model.tiny import tiny_decoder
 
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        ready_home()
         save_model(tiny_decoder(seed=0), folder, ByteTokenizer())
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lehr.core.config import Config, load, resolve
+from lehr.core.config import Config, Count, load, resolve
 from lehr.core.errors import ConfigError
 from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
@@ -19,12 +20,12 @@ from lehr.train.base import TrainConfig
 class EvaluationConfig(Config):
     """How stages are measured."""
 
-    count: int = Field(default=100, ge=1)
+    count: Count = 100
     """Held-out tasks per domain."""
-    base_count: int = Field(default=20, ge=1)
+    base_count: Count = 20
     """Held-out tasks per domain for the base model, at most ``count``. It is no side of a comparison, and
     answers at full length, so that each of its tasks costs several of a trained model's."""
-    concurrency: int = Field(default=80, ge=1)
+    concurrency: Count = 80
     """Episodes at once."""
 
 
@@ -32,12 +33,12 @@ class SandboxConfig(Config):
     """The boxes."""
 
     backend: str = "bwrap"
-    boxes: int = Field(default=96, ge=1)
+    boxes: Count = 96
     """Boxes alive at once. An episode with a shell holds one from its first turn to its last, so there
     should be as many as episodes, and some for the judges."""
-    warm: int = Field(default=4, ge=0)
+    warm: int = Field(default=4, ge=0, lt=1 << 31)
     """Boxes kept ready per specification."""
-    quotas: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    quotas: dict[str, Count] = Field(default_factory=dict)
     """The most boxes that one domain may hold, for its episodes and its judges together, by domain."""
 
 
@@ -46,13 +47,13 @@ class SftStage(Config):
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: int = Field(default=36, ge=1)
+    demonstrations: Count = 36
     """Over all domains, divided evenly."""
-    max_epochs: int = Field(default=6, ge=1)
-    batch_size: int = Field(default=8, ge=1)
-    patience: int = Field(default=1, ge=1)
+    max_epochs: Count = 6
+    batch_size: Count = 8
+    patience: Count = 1
     """Epochs without a better validation rate after which the stage ends with the best weights."""
-    validation_count: int = Field(default=12, ge=1)
+    validation_count: Count = 12
     """Validation tasks per domain, measured after each epoch."""
     train: TrainConfig = TrainConfig(warmup_steps=2)
 
@@ -62,15 +63,15 @@ class RejectStage(Config):
 
     type: Literal["reject"] = "reject"
     name: str = "reject"
-    tasks: int = Field(default=240, ge=1)
+    tasks: Count = 240
     """Tasks sampled, over all domains."""
-    samples: int = Field(default=4, ge=1)
+    samples: Count = 4
     """Attempts per task."""
     temperature: float = Field(default=0.8, gt=0)
     """Below 1, more tasks are solved at least once, by answers that differ less."""
-    epochs: int = Field(default=2, ge=1)
-    batch_size: int = Field(default=8, ge=1)
-    keep_per_task: int = Field(default=2, ge=1)
+    epochs: Count = 2
+    batch_size: Count = 8
+    keep_per_task: Count = 2
     """Distinct passing answers kept of one task, so that easy tasks do not crowd out hard ones."""
     train: TrainConfig = TrainConfig(warmup_steps=2)
 
@@ -80,11 +81,11 @@ class RlStage(Config):
 
     type: Literal["rl"] = "rl"
     name: str = "rl"
-    steps: int = Field(default=6, ge=1)
-    groups_per_batch: int = Field(default=16, ge=1)
+    steps: Count = 6
+    groups_per_batch: Count = 16
     """Different tasks per step. More tasks of fewer attempts carry over to new tasks better than fewer tasks
     of more attempts at the same cost."""
-    group_size: int = Field(default=4, ge=2)
+    group_size: int = Field(default=4, ge=2, lt=1 << 31)
     credit: Credit = "value"
     """``value``: partial credit counts, which teaches tasks that are never solved whole, and also whatever
     half-solves the others. ``passed``: only solved tasks are rewarded."""
@@ -92,19 +93,19 @@ class RlStage(Config):
     """What advantages below zero are multiplied by. At 0 a step learns from what did better than its group and
     from nothing else: it cannot tear down what it never rebuilds, bears a higher learning rate, and costs
     half; but nothing keeps entropy up, so that it suits short runs."""
-    passes: int = Field(default=1, ge=1)
+    passes: Count = 1
     """Optimiser steps on each batch. More of them get more out of what was sampled; the correction for
     samples that are off the policy bounds what the later ones can do."""
-    staleness_bound: int = Field(default=1, ge=0)
+    staleness_bound: int = Field(default=1, ge=0, lt=1 << 31)
     """Batches that may be started ahead of the weights; 0 is synchronous."""
     temperature: float = Field(default=1.0, gt=0)
     target_pass_rate: float = Field(default=0.5, gt=0, lt=1)
     """A domain below it gains weight, one above it loses weight, down to a floor."""
-    refuse_batches: int = Field(default=4, ge=1)
+    refuse_batches: Count = 4
     """Batches' worth of groups in a row that teach nothing, after which a step is given up."""
-    starved_steps: int = Field(default=2, ge=1)
+    starved_steps: Count = 2
     """Given-up steps in a row after which the stage ends."""
-    checkpoint_every: int = Field(default=4, ge=1)
+    checkpoint_every: Count = 4
     """Steps between checkpoints."""
     time_limit_s: float | None = Field(default=None, gt=0)
     """Start no further step after this many seconds of the stage."""
@@ -122,7 +123,7 @@ class ControlStage(Config):
     """The stage whose checkpoint and demonstrations are used."""
     match: tuple[str, ...] = ("reject", "rl")
     """The stages whose seconds are spent."""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: Count = 16
     train: TrainConfig = TrainConfig()
 
 
@@ -141,7 +142,7 @@ class Recipe(Config):
     stages: tuple[Stage, ...] = Field(min_length=1)
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: NativeConfig = NativeConfig()
-    engines: int | None = Field(default=None, ge=1)
+    engines: int | None = Field(default=None, ge=1, le=256)
     """Sampling processes; the default is one per core, at most four. They share the cores and the
     ``cache_tokens`` of ``engine`` evenly, and each runs up to its ``max_running``."""
     sandbox: SandboxConfig = SandboxConfig()
@@ -149,6 +150,12 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _names(self) -> Recipe:
         names = [stage.name for stage in self.stages]
+        for name in names:
+            if not re.fullmatch(r"[^./\x00-\x1f][^/\x00-\x1f]{0,63}", name):
+                raise ValueError(
+                    f"{name!r:.80} cannot be the name of a stage and its folder: expected 1 to 64 "
+                    "characters without '/', the first not '.'"
+                )
         twice = sorted({name for name in names if names.count(name) > 1} | ({"base"} & set(names)))
         if twice:
             raise ValueError(f"stage names must be unique and not 'base'; rename {', '.join(twice)}")
@@ -162,7 +169,7 @@ class Recipe(Config):
         if not self.domains:
             raise ValueError("a recipe needs at least one domain")
         if twice := sorted({name for name in self.domains if self.domains.count(name) > 1}):
-            raise ValueError(f"domains names {', '.join(twice)} more than once")
+            raise ValueError(f"domains names {', '.join(twice)} more than once; keep one of each")
         if strange := sorted(set(self.sandbox.quotas) - set(self.domains)):
             known = ", ".join(self.domains)
             raise ValueError(
@@ -215,10 +222,14 @@ def load_recipe(name: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises ``ConfigError`` that names the file and the key.
     """
-    if not name.exists() and str(name) in NAMED:
+    try:
+        there = name.exists()
+    except OSError:
+        there = True  # reading it says what is wrong
+    if not there and str(name) in NAMED:
         body = NAMED[str(name)]().model_dump(mode="json")
         return resolve(Recipe, body, overrides, where=f"recipe {name}")
-    if not name.exists():
+    if not there:
         raise ConfigError(
             f"no such file: {name}",
             expected=f"a recipe in TOML, or one that comes with lehr: {', '.join(NAMED)}",

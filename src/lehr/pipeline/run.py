@@ -17,6 +17,7 @@ from lehr.domains.catalogue import open_domain
 from lehr.ledger.blobs import BlobStore
 from lehr.ledger.recorder import LedgerRecorder
 from lehr.ledger.store import Ledger
+from lehr.model.weights import weight_files
 from lehr.pipeline.context import Context
 from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder
@@ -32,6 +33,7 @@ from lehr.pipeline.stages.rl import run_rl
 from lehr.pipeline.stages.sft import run_sft
 from lehr.rollout.agent import AgentLoop
 from lehr.rollout.group import GroupRunner
+from lehr.sandbox.base import BACKENDS
 from lehr.sandbox.pool import Pool
 from lehr.train.remote import RemoteTrainer
 
@@ -55,11 +57,12 @@ class RunResult:
 
 
 def check_recipe(recipe: Recipe, say: Callable[[str], object] = lambda _: None) -> None:
-    """Raise ``UnknownName`` or ``ConfigError`` for a model or a domain that is not there.
+    """Raise ``UnknownName`` or ``ConfigError`` for a model, a domain or a kind of box that is not there.
 
     say: hears which domains have fewer held-out tasks than are asked for; all of theirs are then measured.
     """
     require_model(recipe.model)
+    BACKENDS.get(recipe.sandbox.backend)
     asked = recipe.evaluation.count
     for name in recipe.domains:
         has = open_domain(name, recipe.domain_paths).card.splits.get("heldout", 0)
@@ -87,6 +90,7 @@ def resume_run(path: Path, observer: Observer | None = None) -> RunResult:
     """Go on with a run that was interrupted. Says from where; a finished run returns at once."""
     observer = observer or Silent()
     folder, recipe = RunFolder.open(path)
+    folder.require_ledger()
     _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
     return asyncio.run(_run(folder, recipe, model, observer))
@@ -97,11 +101,11 @@ async def _run(folder: RunFolder, recipe: Recipe, model: Path, observer: Observe
     ledger = Ledger.open(folder.ledger, digest=folder.digest)
     try:
         done = [stage.name for stage in recipe.stages if ledger.stage_done(stage.name)]
-        start = folder.checkpoint(done[-1]) if done else model
         last = recipe.stages[-1]
         if ledger.stage_done(last.name if last.type == "reject" else f"measure {last.name}"):
             observer.note(f"{folder.path} is finished; nothing is left to do")
             return RunResult(folder.path, {s.name: ledger.stage_seconds(s.name) for s in recipe.stages})
+        start = folder.require_checkpoint(done[-1]) if done else model
         if ledger.incarnation > 1:
             where = f"after stage {done[-1]}" if done else "from the base model"
             observer.note(f"resuming {folder.path} {where}")
@@ -163,7 +167,7 @@ async def _context(
     pool = Pool(boxes.backend, warm=boxes.warm, limit=boxes.boxes, quotas=boxes.quotas, recorder=recorder)
     metrics = MetricsWriter(folder.metrics)
     verifying = BusyMeter()
-    weights = folder.weights((start / "model.safetensors").stat().st_size)
+    weights = folder.weights(sum(file.stat().st_size for file in weight_files(start)))
     observer.stage("start", None, "roles")
     begun = time.monotonic()
     flushing = asyncio.create_task(_flush(recorder))

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
 from lehr.core.batch import Batch, Manifest, StepResult
-from lehr.core.config import Config
+from lehr.core.config import Config, Dtype
 from lehr.core.trace import Version
+
+Correction = Literal["dppo_tv", "tis", "none"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Config):
     """How gradient steps are taken."""
 
     learning_rate: float = Field(default=2e-5, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, lt=1 << 31)
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    tokens_per_microbatch: int = Field(default=2048, ge=64)
+    tokens_per_microbatch: int = Field(default=2048, ge=64, lt=1 << 31)
     """Packed tokens (shared prefixes counted once) per forward and backward."""
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
     Master weights and optimiser state are float32 always."""
-    correction: str = "dppo_tv"
+    correction: Correction = "dppo_tv"
     """Token-level off-policy correction: ``dppo_tv``, ``tis`` or ``none``."""
     tis_cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio under ``tis``."""

@@ -5,7 +5,7 @@ tokens of the whole batch (never by that of a sample, a micro-batch or a rank), 
 neither on packing nor on the split.
 
 To add a policy loss: write it with the signature of :class:`PolicyLoss`, cite its source, add it to
-:data:`POLICY_LOSSES`.
+:data:`POLICY_LOSSES` and its name to ``Correction`` in ``lehr.train.base``.
 """
 
 from __future__ import annotations

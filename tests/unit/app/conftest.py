@@ -69,9 +69,10 @@ def pristine_run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
     domains = ("code/functions", "documents/invoices")
     recipe = Recipe(model="tiny", domains=domains, stages=(SftStage(), RlStage(), ControlStage(match=("rl",))))
     folder = RunFolder.create(tmp_path / "run", recipe)
-    folder.checkpoint("sft").mkdir()
-    ByteTokenizer().save(folder.checkpoint("sft"))
-    (folder.checkpoint("sft") / "config.json").write_text("{}")
+    for stage in recipe.stages:
+        folder.checkpoint(stage.name).mkdir()
+        ByteTokenizer().save(folder.checkpoint(stage.name))
+        (folder.checkpoint(stage.name) / "config.json").write_text("{}")
     blobs = BlobStore(folder.blobs)
     ledger = Ledger.open(folder.ledger, digest=recipe.digest())
     solved = {"base": 2, "sft": 10, "rl": 16, "sft_more": 11}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -226,7 +227,8 @@ def test_ids_are_never_cut(
 def test_try_checks_what_was_asked_before_it_asks_a_model(
     made_run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(made_run.path / "checkpoints" / "sft")
+    with sqlite3.connect(made_run.path / "ledger.sqlite") as ledger:
+        ledger.execute("UPDATE stages SET state = 'running'")
     for argv, said in (
         ([str(tmp_path / "nothing")], "not a run folder"),
         ([str(made_run.path)], f"lehr runs resume {made_run.path}"),

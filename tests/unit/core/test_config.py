@@ -29,6 +29,10 @@ class Outer(Config):
     stages: tuple[Annotated[Left | Right, Field(discriminator="type")], ...] = ()
 
 
+class Needy(Config):
+    stages: tuple[Annotated[Left | Right, Field(discriminator="type")], ...] = Field(min_length=1)
+
+
 def test_an_unknown_key_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'inner\.learning_rat'; did you mean 'learning_rate'\?"):
         resolve(Outer, {"inner": {"learning_rat": 1}})
@@ -135,3 +139,46 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"cannot read .*bad\.toml"):
             load(Outer, path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_bytes(b"\xef\xbb\xbfseed = 3\n")
+    assert load(Outer, path).seed == 3
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*: Is a directory"):
+        load(Outer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed=true", r"seed: .*\(got True\)"),
+        ('seed="3"', r"seed: .*\(got '3'\)"),
+        ("seed=2.0", r"seed: .*\(got 2.0\)"),
+        ("inner.learning_rate=inf", r"inner\.learning_rate: .*finite.*\(got inf\)"),
+        ("inner.learning_rate=nan", r"inner\.learning_rate: .*finite.*\(got nan\)"),
+        ("inner.learning_rate=true", r"inner\.learning_rate: .*\(got True\)"),
+    ],
+)
+def test_a_number_is_a_finite_number_of_its_kind(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(Outer, {}, [override])
+    assert resolve(Outer, {}, ["inner.learning_rate=1"]).inner.learning_rate == 1.0
+
+
+def test_tables_without_end_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text("v = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"cannot read .*r\.toml"):
+        load(Outer, path)
+
+
+def test_a_wrong_entry_of_a_list_is_the_only_problem_told_and_has_the_key_to_type() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(Needy, {"stages": [{"type": "left", "width": "wide"}]})
+    assert caught.value.what == "config: stages.0.width: Input should be a valid integer (got 'wide')"
+    with pytest.raises(ConfigError, match=r"stages: .*at least 1"):
+        resolve(Needy, {"stages": []})

@@ -18,7 +18,13 @@ from lehr.app.session import Session
 )
 @click.option("--control", is_flag=True, help="Also spend the compute of RL on more SFT, to compare with.")
 @click.option("--run", "folder", type=click.Path(path_type=Path), help="Folder of the run; runs/… by default.")
-@click.option("--seed", default=0, show_default=True, help="Seed of everything that is drawn.")
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, (1 << 63) - 1),
+    help="Seed of everything that is drawn.",
+)
 @click.pass_obj
 def quickstart(session: Session, model: str, control: bool, folder: Path | None, seed: int) -> None:
     """The whole loop on a real small model, then a report.

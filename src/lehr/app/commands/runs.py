@@ -18,7 +18,7 @@ def runs() -> None:
 
 
 @runs.command("list")
-@click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
 @json_option
 def list_(folder: Path, as_json: bool) -> None:
     """Show the runs in FOLDER (runs/ by default), newest first."""
@@ -45,6 +45,7 @@ def _row(path: Path) -> dict[str, Any]:
         folder, recipe = RunFolder.open(path)
         row["model"] = recipe.model
         row["started"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.config.stat().st_mtime))
+        folder.require_ledger()
         if not folder.ledger.exists():
             return row | {"state": "not begun"}
         reader = LedgerReader(folder.ledger)

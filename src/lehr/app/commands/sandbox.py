@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 import shutil
 import sys
 import textwrap
@@ -37,6 +38,19 @@ STATUS = {"timeout_wall": 124, "timeout_cpu": 124}
 """Exit statuses of verdicts that have a customary one; other limits give 125."""
 
 
+class Seconds(click.FloatRange):
+    """A length of time, up to a day. A range alone lets ``nan`` through."""
+
+    def __init__(self) -> None:
+        super().__init__(0.01, 86400)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return seconds, or fail and name the range."""
+        if math.isnan(seconds := click.FLOAT.convert(value, param, ctx)):
+            self.fail(f"{seconds} is not in the range {self._describe_range()}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.group()
 def sandbox() -> None:
     """Run one command in a box, check what this host isolates, trace what a run did in its boxes."""
@@ -44,7 +58,7 @@ def sandbox() -> None:
 
 @sandbox.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--memory", default="512M", show_default=True, help="Memory of all its processes together.")
-@click.option("--timeout", default=10.0, show_default=True, type=click.FloatRange(0.01, 86400), help="Seconds.")
+@click.option("--timeout", default=10.0, show_default=True, type=Seconds(), help="Seconds.")
 @click.option("--disk", default="64M", show_default=True, help="What it may write.")
 @click.option("--pids", default=64, show_default=True, type=click.IntRange(1), help="Processes at once.")
 @click.option("--output", default="1M", show_default=True, help="Output that is kept.")

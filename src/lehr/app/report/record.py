@@ -69,6 +69,7 @@ def read_record(path: Path) -> Record:
     Raises ``ConfigError`` for a folder without a run, or whose ledger and traces disagree.
     """
     folder, recipe = RunFolder.open(path)
+    folder.require_ledger()
     if not folder.ledger.exists():
         raise ConfigError(f"{path} holds no record yet", hint="Wait until the run has started.")
     started = float(json.loads(folder.config.read_text()).get("started", time.time()))

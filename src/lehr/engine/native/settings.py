@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from lehr.core.config import Config
+from lehr.core.config import Config, Count, Dtype
 
 
 class NativeConfig(Config):
     """How much the engine runs at once."""
 
-    max_running: int = Field(default=64, ge=1)
+    max_running: Count = 64
     """Requests that decode in one step."""
-    token_budget: int = Field(default=1024, ge=16)
+    token_budget: int = Field(default=1024, ge=16, lt=1 << 31)
     """Tokens per step; what decoding leaves of it goes to prompts. A large one fills the batch at once, a small
     one keeps decoding requests from waiting for the prompts of others."""
-    cache_tokens: int = Field(default=32768, ge=16)
+    cache_tokens: int = Field(default=32768, ge=16, lt=1 << 31)
     """Tokens whose keys and values the block pool can hold, for running requests and prefixes together."""
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""

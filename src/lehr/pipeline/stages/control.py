@@ -20,7 +20,7 @@ async def run_control(ctx: Context, stage: ControlStage, start: Path) -> None:
     source = next(s for s in ctx.recipe.stages if s.name == stage.after)
     count = source.demonstrations if isinstance(source, SftStage) else 128
     budget_s = sum(ctx.ledger.stage_seconds(name) for name in stage.match)
-    await ctx.trainer.load(ctx.folder.checkpoint(stage.after), optimizer=False)
+    await ctx.trainer.load(ctx.folder.require_checkpoint(stage.after), optimizer=False)
     await ctx.trainer.reset(stage.train)
     await ctx.allot(trainer=ctx.division.training)
     samples = await demonstrations(ctx.domains, count, ctx.renderer, ctx.pool)

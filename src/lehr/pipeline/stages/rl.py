@@ -298,7 +298,7 @@ class _RlRun:
             await ctx.trainer.reset(stage.train)
         else:
             await ctx.trainer.reset(stage.train)
-            await ctx.trainer.load(ctx.folder.checkpoints / checkpoint.path, optimizer=True)
+            await ctx.trainer.load(ctx.folder.require_checkpoint(stage.name, checkpoint.step), optimizer=True)
             self.scales = DomainScales.restore(checkpoint.state.get("scales", {}))
         if view.scheduler:
             self.scheduler.restore(view.scheduler)

@@ -1,0 +1,31 @@
+"""Ends work at SIGTERM and SIGHUP as Ctrl-C ends it: cleanly, with what was done kept."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from lehr.app.session import Session
+
+NUMBERS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def heed_requests_to_stop(session: Session) -> None:
+    """From now on pass the first SIGTERM or SIGHUP to whatever handles SIGINT, and note it in ``session``.
+
+    Later ones change nothing: a terminal that closes sends several, and the first is being obeyed. A signal
+    that is ignored, as under ``nohup``, stays ignored.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if session.stopped_by != signal.SIGINT:
+            return
+        session.stopped_by = number
+        interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(interrupt):  # ignored, as in a job that a shell started in the background
+            interrupt = signal.default_int_handler
+        interrupt(number, frame)
+
+    for number in NUMBERS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, stop)
