@@ -13,6 +13,7 @@ import torch
 
 from lehr.core.trace import Sampling, Version
 from lehr.engine.native.engine import NativeConfig, NativeEngine
+from lehr.engine.native.kernels import why_not
 from lehr.engine.native.packing import pack
 from lehr.engine.native.request import Request
 from lehr.model.checkpoint import save_model
@@ -26,15 +27,16 @@ Prompt = list[int]
 class Bench:
     """Makes engines and prompts, and says what a full float32 forward of transformers says."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, kernels: bool) -> None:
         self._folder = folder
+        self._settings = {"token_budget": 64, "max_running": 8, "cache_tokens": 4096, "kernels": kernels}
         self._peers: dict[int, Any] = {}
 
     def decoder(self, seed: int = 1) -> Decoder:
         return random_decoder(tiny_config(num_layers=3), seed=seed, std=0.25)
 
     def engine(self, seed: int = 1, *, stop_ids: tuple[int, ...] = (), **settings: Any) -> NativeEngine:
-        config = NativeConfig(**({"token_budget": 64, "max_running": 8, "cache_tokens": 4096} | settings))
+        config = NativeConfig(**(self._settings | settings))
         return NativeEngine(self.decoder(seed), config=config, tokenizer=ByteTokenizer(), stop_ids=stop_ids)
 
     def run(
@@ -80,9 +82,11 @@ class Bench:
         return len(difference) == request.own and float(difference.max()) < 1e-4
 
 
-@pytest.fixture(scope="session")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("models"))
+@pytest.fixture(scope="session", params=["kernels", "plain"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    if request.param == "kernels" and why_not():
+        pytest.skip(why_not())
+    return Bench(tmp_path_factory.mktemp("models"), kernels=request.param == "kernels")
 
 
 @pytest.fixture

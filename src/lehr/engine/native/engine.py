@@ -59,7 +59,7 @@ class NativeEngine:
         self.model_config = decoder.config
         self.dtype = decoder.embed.weight.dtype
         self.version = version
-        self._kernels = kernels_for(self.dtype)
+        self._kernels = kernels_for(self.dtype) if self.config.kernels else None
         self._use(pack(decoder))
         self._fetched: dict[Version, Decoder] = {}
         self._tokenizer = tokenizer

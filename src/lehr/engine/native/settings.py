@@ -17,5 +17,7 @@ class NativeConfig(Config):
     one keeps decoding requests from waiting for the prompts of others."""
     cache_tokens: int = Field(default=32768, ge=16, lt=1 << 31)
     """Tokens whose keys and values the block pool can hold, for running requests and prefixes together."""
+    kernels: bool = True
+    """Use compiled kernels where there is a C++ compiler; without them the engine is about half as fast."""
     dtype: Dtype = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""

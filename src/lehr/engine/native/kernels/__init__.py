@@ -67,8 +67,6 @@ def kernels_for(dtype: torch.dtype) -> Kernels | None:
 @functools.cache
 def why_not() -> str:
     """Return why there are no kernels here, or ""."""
-    if os.environ.get("LEHR_KERNELS") == "0":
-        return "LEHR_KERNELS=0"
     if _compiler() is None:
         return "there is no C++ compiler"
     try:
