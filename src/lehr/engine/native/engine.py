@@ -20,7 +20,7 @@ from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
-from lehr.engine.native.fused import FusedForward
+from lehr.engine.native.fused import FusedForward, short
 from lehr.engine.native.kernels import kernels_for
 from lehr.engine.native.packing import pack
 from lehr.engine.native.request import Request
@@ -177,7 +177,7 @@ class NativeEngine:
             tokens.extend(request.tokens[start : start + piece.count])
         singles = sum(1 for p in pieces if p.count == 1)
         if self._fused:
-            hidden_TD = self._fused.hidden(tokens, spans, singles)
+            hidden_TD = self._fused.hidden(tokens, spans)
         else:
             positions = [position for s in spans for position in range(s.start, s.start + s.count)]
             attention = StepAttention(spans[:singles], spans[singles:], self.dtype)
@@ -317,12 +317,12 @@ def _slices(pieces: list[Piece]) -> list[list[Piece]]:
 
 
 def _in_row_order(pieces: list[Piece]) -> list[Piece]:
-    """Return single tokens first, lane by lane in the order of their rows, then chunks."""
+    """Return single tokens first, lane by lane in the order of their rows, then short chunks, then others."""
 
     def place(piece: Piece) -> tuple[int, int, int]:
         slot = piece.request.slot
         if slot is None or piece.count > 1:
-            return (1, 0, 0)
+            return (1 if short(piece.request.computed, piece.count) else 2, 0, 0)
         return (0, slot.lane.capacity, slot.row)
 
     return sorted(pieces, key=place)

@@ -17,6 +17,14 @@ from lehr.engine.native.kernels import Kernels
 from lehr.model.decoder import Decoder, Layer
 from lehr.model.rotary import angles
 
+SHORT = 256
+"""Positions up to which each new token of a chunk goes over all keys by itself, rather than as one product."""
+
+
+def short(start: int, count: int) -> bool:
+    """Whether a span's attention is left to the kernel."""
+    return count == 1 or start + count <= SHORT
+
 
 class FusedForward:
     """Runs one decoder. Weights are used where they lie; ``decoder`` must stay alive and unchanged."""
@@ -26,9 +34,9 @@ class FusedForward:
         self._kernels = kernels
         self._layers = [_Weights(layer) for layer in decoder.blocks()]
 
-    def hidden(self, tokens: Sequence[int], spans: Sequence[Span], singles: int) -> Tensor:
-        """Return the hidden states after the final norm, ``[T, D]``. ``spans`` cover the tokens in order; the
-        first ``singles`` of them are one token each.
+    def hidden(self, tokens: Sequence[int], spans: Sequence[Span]) -> Tensor:
+        """Return the hidden states after the final norm, ``[T, D]``. ``spans`` cover the tokens in order, those
+        that are :func:`short` first.
         """
         decoder, kernels, config = self._decoder, self._kernels, self._decoder.config
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
@@ -37,7 +45,8 @@ class FusedForward:
         positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
         cos, sin = angles(decoder.inverse_frequencies, torch.from_numpy(positions), x.dtype)
         places = np.repeat(np.array([_place(s) for s in spans], np.int64), [s.count for s in spans], axis=0)
-        chunks = [(s, causal_mask(s.start, s.count, x.dtype)) for s in spans[singles:]]
+        chunks = [(s, causal_mask(s.start, s.count, x.dtype)) for s in spans if not short(s.start, s.count)]
+        directly = count - sum(s.count for s, _ in chunks)
         at, where = places.ctypes.data, positions.ctypes.data
         normed = torch.empty_like(x)
         query, mixed = x.new_empty(count, heads, size), x.new_empty(count, heads, size)
@@ -60,8 +69,8 @@ class FusedForward:
                 qkv.data_ptr(), cos_at, sin_at, layer.q_norm, layer.k_norm, query_at, at, where, number,
                 count, heads, kv_heads, size, eps,
             )  # fmt: skip
-            if singles:
-                kernels.attend(query_at, mixed_at, at, where, number, singles, heads, kv_heads, size)
+            if directly:
+                kernels.attend(query_at, mixed_at, at, where, number, directly, heads, kv_heads, size)
             for span, mask in chunks:
                 part = slice(span.offset, span.offset + span.count)
                 kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]

@@ -52,7 +52,7 @@ inline float exponential(float x) {
     return x < -87.0f ? 0.0f : x == x ? p * power : x;
 }
 
-constexpr int64_t kWorthSharing = 1 << 18;  // elements from which on other threads are woken
+constexpr int64_t kWorthSharing = 1 << 16;  // elements from which on other threads are woken
 
 template <class T>
 void norm_rows(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t size, float eps) {
