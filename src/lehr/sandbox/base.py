@@ -32,6 +32,12 @@ LEAST = {
     "cpu_s": 0.001, "output_bytes": 1, "network_bytes": 0, "session_s": 0.001, "lease_s": 0.001,
 }  # fmt: skip
 """The smallest limits that mean something."""
+MOST = {
+    "memory_bytes": 1 << 50, "disk_bytes": 1 << 50, "inodes": 1 << 40, "pids": 1 << 21, "cpu": 1 << 16,
+    "wall_s": 1e9, "cpu_s": 1e9, "output_bytes": 1 << 50, "network_bytes": 1 << 50, "session_s": 1e9,
+    "lease_s": 1e9,
+}  # fmt: skip
+"""The largest that kernels take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ class Limits:
             value = getattr(self, name)
             if not value >= least:
                 raise ConfigError(f"a box cannot have {name} = {value}", expected=f"at least {least}")
+            if value > MOST[name]:
+                raise ConfigError(f"a box cannot have {name} = {value}", expected=f"at most {MOST[name]:g}")
 
 
 @dataclass(frozen=True, slots=True)

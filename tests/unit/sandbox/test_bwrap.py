@@ -17,7 +17,7 @@ import pytest
 
 from lehr.core.errors import ConfigError, HostUnfit, MissingDependency
 from lehr.sandbox import bwrap, cgroup, image, launch
-from lehr.sandbox.base import Limits, Spec
+from lehr.sandbox.base import MOST, Limits, Spec
 from lehr.sandbox.box import RunnerBox
 from lehr.sandbox.bwrap import BwrapBackend
 from lehr.sandbox.errors import Refused, SandboxError
@@ -422,9 +422,20 @@ def test_a_full_disk_is_told_though_the_program_went_on() -> None:
     "name", ["memory_bytes", "disk_bytes", "inodes", "pids", "cpu", "wall_s", "output_bytes"]
 )
 def test_limits_that_mean_nothing_are_refused(name: str) -> None:
-    for value in (0, -1, float("nan")):
+    for value in (0, -1, float("nan"), float("inf"), 1 << 70):
         with pytest.raises(ConfigError, match=f"a box cannot have {name} = {value}"):
             Limits(**{name: value})
+
+
+def test_the_largest_limits_can_be_had() -> None:
+    async def run() -> None:
+        for limited in (None, False):
+            pool = Pool(BwrapBackend(limited=limited), warm=0)
+            async with pool.lease(Spec(limits=Limits(**MOST))) as box:  # type: ignore[arg-type]
+                assert (await box.exec(["true"])).verdict == "ok"
+            await pool.close()
+
+    asyncio.run(run())
 
 
 def test_names_that_no_file_can_have_are_refused_and_the_box_lives_on() -> None:
