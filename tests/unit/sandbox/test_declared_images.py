@@ -496,6 +496,23 @@ def test_images_are_built_listed_and_removed_by_name(home: Path, capsys: pytest.
     assert "there is no image 'emv:base'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("damage", ["", "{}", "[]", '{"digest": "../x"}', '{"env": [1]}', "rootfs"])
+def test_a_damaged_image_is_none(home: Path, damage: str) -> None:
+    declare(home, '[base]\nrun = ["true"]')
+    digest = roots.make("env").digest
+    folder = store.images_folder() / digest
+    if damage == "rootfs":
+        store.discard(folder / "rootfs")
+    else:
+        facts = json.loads((folder / "image.json").read_text())
+        changed = json.loads(damage) if damage else None
+        whole = {**facts, **changed} if isinstance(changed, dict) and changed else changed
+        (folder / "image.json").write_text("" if whole is None else json.dumps(whole))
+    assert store.find(digest) is None
+    with pytest.raises(HostUnfit, match=f"Remove {folder}"):
+        roots.make("env")
+
+
 def test_the_place_of_an_image_that_something_else_takes_is_named(home: Path) -> None:
     declare(home, '[base]\nrun = ["true"]')
     taken = store.images_folder() / roots.digest_of(declaration.read("env")) / "something"
