@@ -125,9 +125,9 @@ class ExecResult:
 
     stdout and stderr are bytes with the middle cut out beyond the limit; then ``truncated`` is True.
     ``detail`` is a sentence for a person where the verdict is not ``ok``, or the disk is full. denied: names of
-    the system calls that the filter refused meanwhile, where the backend is told of them. connections: attempts
-    to reach allowed and other hosts since the call before; one that is still open is told again once more bytes
-    have passed.
+    the system calls that the filter refused since the call before, where the backend is told of them.
+    connections: attempts to reach allowed and other hosts since then; one that is still open is told again once
+    more bytes have passed.
     """
 
     verdict: Verdict

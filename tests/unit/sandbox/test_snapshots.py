@@ -238,6 +238,8 @@ def test_what_a_snapshot_wants_to_run_first_runs_in_each_box() -> None:
                 await box.write("seed", b"old")
                 mark = await box.snapshot(on_restore=["sh", "-c", "head -c 8 /dev/urandom > seed"])
                 bad = await box.snapshot(on_restore=["false"])
+                with pytest.raises(TypeError, match="expected a list"):
+                    await box.snapshot(on_restore="true")
                 await box.restore(mark)
                 seeds = {await box.read("seed")}
             for _ in range(2):
