@@ -76,12 +76,17 @@ class Rule:
         host = host.strip("[]").lower().rstrip(".")
         known = _address(host)
         fits = known or HOST.fullmatch(host)
-        if not fits or not all(0 < number < 65536 for number in ports) or (equals and not _address(address)):
+        if (
+            not fits
+            or not all(0 < number < 65536 for number in ports)
+            or (equals and (known or not _address(address)))
+        ):
             raise ConfigError(
                 f"{text!r} is no host that a box can be allowed to reach",
                 expected="a name, *.name or an address, with :PORT if it is neither 80 nor 443, and with "
                 "=ADDRESS if that is not of the public internet",
             )
+        host = str(known or host)
         return cls(host, ports, host if known else address)
 
     def covers(self, host: str, port: int) -> bool:
@@ -243,7 +248,8 @@ class Egress:
         return attempt
 
     async def _connect(self, host: str, port: int) -> Streams:
-        rule = next((rule for rule in self._rules if rule.covers(host, port)), None)
+        found = [rule for rule in self._rules if rule.covers(host, port)]
+        rule = min(found, key=lambda rule: rule.host.startswith("*."), default=None)
         if rule is None:
             raise Denied("403 Forbidden", f"this box may not reach {host}:{port}")
         if self._left <= 0:
@@ -366,7 +372,9 @@ def _aim(method: str, target: str) -> tuple[str, int]:
         raise Denied("400 Bad Request", "expected CONNECT, or a request for an http:// address")
     if not host or "@" in parts.netloc or "%" in host or not (_address(host) or HOST.fullmatch(host)):
         raise Denied("400 Bad Request", f"cannot read the address {target[:200]!r}")
-    return host.lower().rstrip("."), port if port is not None else 443 if method == "CONNECT" else DEFAULT_PORT
+    return str(
+        _address(host) or host.lower().rstrip(".")
+    ), port if port is not None else 443 if method == "CONNECT" else DEFAULT_PORT
 
 
 def _onward(method: str, target: str, host: str, port: int, headers: list[tuple[bytes, bytes]]) -> bytes:

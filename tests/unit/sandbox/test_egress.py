@@ -58,6 +58,7 @@ print(answer.decode())
         ("10.0.0.7:81", "10.0.0.7", 81, True),
         ("[::1]:80", "::1", 80, True),
         ("::1", "::1", 443, True),
+        ("[0:0:0::1]:80", "::1", 80, True),
         ("mirror.example:443=10.0.0.7", "mirror.example", 443, True),
     ],
 )
@@ -79,6 +80,7 @@ def test_rules(text: str, host: str, port: int, covered: bool) -> None:
         "a/b",
         "a@b",
         "x=nowhere",
+        "10.0.0.7=10.0.0.8",
         "-",
         "a..b",
         "é.org",
@@ -189,6 +191,14 @@ def test_s23_there_is_no_way_around_the_proxy() -> None:
         assert not seen
 
     in_box(lambda port: (f"mirror.test:{port}=127.0.0.1",), use)
+
+
+def test_a_rule_for_one_host_goes_before_one_for_many() -> None:
+    async def use(box: LeasedBox, port: int, seen: list[bytes]) -> None:
+        result = await box.exec(["python3", "fetch.py", f"http://mirror.test:{port}/"])
+        assert result.stdout == b"hello\n", result
+
+    in_box(lambda port: (f"*.test:{port}", f"mirror.test:{port}=127.0.0.1"), use)
 
 
 def test_s23_a_name_that_leads_inside_is_refused() -> None:
