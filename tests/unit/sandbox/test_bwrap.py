@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lehr.core.errors import ConfigError, HostUnfit, MissingDependency
-from lehr.sandbox import bwrap, cgroup, image, launch
+from lehr.sandbox import bwrap, cgroup, image, launch, zygote
 from lehr.sandbox.base import MOST, Limits, Spec
 from lehr.sandbox.box import RunnerBox
 from lehr.sandbox.bwrap import BwrapBackend
@@ -500,3 +500,34 @@ def test_a_box_that_does_not_obey_a_cancelled_caller_is_given_up() -> None:
         assert (await box.exec(["true"])).verdict == "broken"
 
     in_box(use)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="other user: needs root")
+def test_a_start_that_is_cancelled_leaves_no_process_of_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    def cancelled(pid: int, _: object) -> None:
+        begun.append(pid)
+        time.sleep(0.05)  # until it waits for its user numbers
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(zygote, "_map", cancelled)
+
+    async def run() -> None:
+        backend = BwrapBackend()
+        with pytest.raises(asyncio.CancelledError):
+            await backend.create(Spec())
+        await backend.close()
+
+    asyncio.run(run())
+    until = time.monotonic() + 2
+    while _lives(begun[0]):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
