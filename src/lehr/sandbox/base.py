@@ -32,6 +32,12 @@ LEAST = {
     "cpu_s": 0.001, "output_bytes": 1, "network_bytes": 0, "session_s": 0.001, "lease_s": 0.001,
 }  # fmt: skip
 """The smallest limits that mean something."""
+MOST = {
+    "memory_bytes": 1 << 50, "disk_bytes": 1 << 50, "inodes": 1 << 40, "pids": 1 << 21, "cpu": 1 << 16,
+    "wall_s": 1e9, "cpu_s": 1e9, "output_bytes": 1 << 50, "network_bytes": 1 << 50, "session_s": 1e9,
+    "lease_s": 1e9,
+}  # fmt: skip
+"""The largest that kernels take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ class Limits:
             value = getattr(self, name)
             if not value >= least:
                 raise ConfigError(f"a box cannot have {name} = {value}", expected=f"at least {least}")
+            if value > MOST[name]:
+                raise ConfigError(f"a box cannot have {name} = {value}", expected=f"at most {MOST[name]:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +125,9 @@ class ExecResult:
 
     stdout and stderr are bytes with the middle cut out beyond the limit; then ``truncated`` is True.
     ``detail`` is a sentence for a person where the verdict is not ``ok``, or the disk is full. denied: names of
-    the system calls that the filter refused meanwhile, where the backend is told of them. connections: attempts
-    to reach allowed and other hosts that ended meanwhile.
+    the system calls that the filter refused since the call before, where the backend is told of them.
+    connections: attempts to reach allowed and other hosts since then; one that is still open is told again once
+    more bytes have passed.
     """
 
     verdict: Verdict

@@ -158,7 +158,8 @@ class RunnerBox:
         stdout, stderr = output
         if not header and not reason and meter.oom_kills() == 0:
             detail = "the box stopped working while the program ran"
-            return ExecResult("broken", None, stdout, stderr, truncated, None, usage, detail)
+            told = meter.denied(), meter.connections()
+            return ExecResult("broken", None, stdout, stderr, truncated, None, usage, detail, *told)
         if "error" in header:
             detail = f"the box could not start it: {header['error']}"
             return ExecResult("broken", None, stdout, stderr, truncated, None, usage, detail)
@@ -305,12 +306,15 @@ class RunnerBox:
         async with self._turn:
             for shell in list(self._shells):
                 shell.abandon()
-            old = self._loop.create_task(self._process.gone())
+            before = self._process
+            old = self._loop.create_task(before.gone())
             try:
                 self._process, self._channel = await self._maker.start(self.spec, snapshot)
                 self._released = False
             finally:
                 await asyncio.shield(old)
+            if before.egress and self._process.egress:
+                self._process.egress.follow(before.egress)
 
     async def destroy(self) -> None:
         """Kill everything in the box and remove what it wrote. Idempotent and bounded in time."""

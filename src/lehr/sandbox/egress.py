@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from lehr.core.errors import ConfigError
@@ -27,12 +30,20 @@ DEFAULT_PORTS = frozenset({DEFAULT_PORT, 443})
 HEAD_S, CONNECT_S, IDLE_S = 10.0, 10.0, 120.0
 MOST_CONNECTIONS = 32
 MOST_REMEMBERED = 256
+"""How many attempts are told one by one; then those that are alike are told together, and beyond it refused."""
+PROMPTLY, PAUSE_S = 64, 0.01
+"""How many connections of one call are taken without delay, and the delay of each one after them."""
+LOOKING_UP = ThreadPoolExecutor(16, "lehr-names")
+"""Threads of their own: name servers that do not answer hold up nothing else of the host."""
+LOOKUPS = 2
+"""How many names one box may have looked up at once."""
 MOST_ADDRESSES = 4
 HEAD_BYTES = 32 << 10
 CHUNK = 64 << 10
-HOST = re.compile(
-    r"(\*\.)?[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?", re.IGNORECASE
-)
+LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
+HOST = re.compile(rf"(?=.{{1,253}}\.?$)(?:\*\.)?{LABEL}(?:\.{LABEL})*\.?", re.IGNORECASE | re.ASCII)
+INNER = tuple(map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96")))
+"""Addresses that end in one of IPv4 and lead there, beside those that Python knows."""
 HOP = frozenset({b"connection", b"proxy-connection", b"proxy-authorization", b"keep-alive", b"host"})
 """Headers that are ours to set, or that end here."""
 
@@ -65,12 +76,17 @@ class Rule:
         host = host.strip("[]").lower().rstrip(".")
         known = _address(host)
         fits = known or HOST.fullmatch(host)
-        if not fits or not all(0 < number < 65536 for number in ports) or (equals and not _address(address)):
+        if (
+            not fits
+            or not all(0 < number < 65536 for number in ports)
+            or (equals and (known or not _address(address)))
+        ):
             raise ConfigError(
                 f"{text!r} is no host that a box can be allowed to reach",
                 expected="a name, *.name or an address, with :PORT if it is neither 80 nor 443, and with "
                 "=ADDRESS if that is not of the public internet",
             )
+        host = str(known or host)
         return cls(host, ports, host if known else address)
 
     def covers(self, host: str, port: int) -> bool:
@@ -104,11 +120,17 @@ class Denied(Exception):
 
 
 @dataclass(slots=True)
-class _Flow:
-    """Bytes of one connection: sent by the box, received by it."""
+class _Attempt:
+    """One attempt to reach a host, with the bytes that passed since it was told last."""
 
+    host: str
+    port: int
+    began: float
+    refused: str = "was not reached before the call ended"
     sent: int = 0
     received: int = 0
+    over_s: float | None = None
+    told: str | None = None
 
 
 class Egress:
@@ -122,22 +144,52 @@ class Egress:
         self._rules = [Rule.parse(text) for text in allowed]
         self._left = limit_bytes
         self._open: set[asyncio.Task[None]] = set()
-        self._seen: list[Connection] = []
+        self._attempts: list[_Attempt] = []
+        self._taken = 0
+        self._lookups = asyncio.Semaphore(LOOKUPS)
+        self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+        self._accepting = self._loop.create_task(self._accept())
 
-    def begin(self) -> None:
-        """Forget the connections that were seen before."""
-        self._seen.clear()
+    def follow(self, other: Egress) -> None:
+        """Go on where that of the same box before stopped."""
+        self._left, self._attempts = other._left, other._attempts + self._attempts
 
-    @property
-    def connections(self) -> tuple[Connection, ...]:
-        """What was asked for since, in the order of the end."""
-        return tuple(self._seen)
+    def take(self) -> tuple[Connection, ...]:
+        """Return what was asked for, and what passed, since it was called last, in the order of asking."""
+        found: list[Connection] = []
+        for item in self._attempts:
+            if item.sent or item.received or item.told != item.refused:
+                seconds = self._loop.time() - item.began if item.over_s is None else item.over_s
+                found.append(Connection(item.host, item.port, item.refused, item.sent, item.received, seconds))
+            item.sent, item.received, item.told = 0, 0, item.refused
+        self._attempts = [item for item in self._attempts if item.over_s is None]
+        self._taken = 0
+        return tuple(found)
+
+    def _end(self, attempt: _Attempt) -> None:
+        """An attempt is over. Where there are many, it is told with one like it."""
+        attempt.over_s = self._loop.time() - attempt.began
+        if len(self._attempts) > MOST_REMEMBERED:
+            facts = attempt.host, attempt.port, attempt.refused
+            for item in self._attempts:
+                if (
+                    item.over_s is not None
+                    and item is not attempt
+                    and facts == (item.host, item.port, item.refused)
+                ):
+                    item.sent += attempt.sent
+                    item.received += attempt.received
+                    item.over_s += attempt.over_s
+                    self._attempts = [other for other in self._attempts if other is not attempt]
+                    return
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         while True:
+            self._taken += 1
+            if self._taken > PROMPTLY:
+                await asyncio.sleep(PAUSE_S)
             try:
                 end, _ = await loop.sock_accept(self._listener)
             except OSError:
@@ -151,8 +203,7 @@ class Egress:
             task.add_done_callback(self._open.discard)
 
     async def _serve(self, end: socket.socket) -> None:
-        began, flow = asyncio.get_running_loop().time(), _Flow()
-        host, port, refused = "", 0, ""
+        attempt: _Attempt | None = None
         try:
             reader, writer = await asyncio.open_connection(sock=end, limit=HEAD_BYTES)
         except OSError:
@@ -162,9 +213,11 @@ class Egress:
             try:
                 method, target, headers = await _head(reader)
                 host, port = _aim(method, target)
+                attempt = self._begin(host, port)
                 outside = await self._connect(host, port)
             except Denied as error:
-                refused = error.why
+                if attempt:
+                    attempt.refused = error.why
                 body = f"{error.why}\n".encode()
                 start = f"HTTP/1.1 {error.status}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
                 writer.write(f"{start}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -172,29 +225,37 @@ class Egress:
                     async with asyncio.timeout(HEAD_S):
                         await writer.drain()
                 return
+            attempt.refused = ""
             if method == "CONNECT":
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                head = b""
             else:
                 head = _onward(method, target, host, port, headers)
-                self._count(flow, "sent", len(head))
-                outside[1].write(head)
-            await self._carry((reader, writer), outside, flow)
+            await self._carry((reader, writer), outside, attempt, head)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            refused = refused or "broken off"
+            if attempt:
+                attempt.refused = attempt.refused or "broken off"
         finally:
             writer.close()
-            if host and len(self._seen) < MOST_REMEMBERED:
-                seconds = asyncio.get_running_loop().time() - began
-                self._seen.append(Connection(host, port, refused, flow.sent, flow.received, seconds))
+            if attempt:
+                self._end(attempt)
+
+    def _begin(self, host: str, port: int) -> _Attempt:
+        if len(self._attempts) >= MOST_REMEMBERED + MOST_CONNECTIONS:
+            raise Denied("429 Too Many Requests", "one call asked for too many hosts to tell them all")
+        attempt = _Attempt(host, port, self._loop.time())
+        self._attempts.append(attempt)
+        return attempt
 
     async def _connect(self, host: str, port: int) -> Streams:
-        rule = next((rule for rule in self._rules if rule.covers(host, port)), None)
+        found = [rule for rule in self._rules if rule.covers(host, port)]
+        rule = min(found, key=lambda rule: rule.host.startswith("*."), default=None)
         if rule is None:
             raise Denied("403 Forbidden", f"this box may not reach {host}:{port}")
         if self._left <= 0:
             raise Denied("403 Forbidden", "this box has used up what it may send and receive")
         why = ""
-        for item in [rule.address] if rule.address else await _public(host, port):
+        for item in [rule.address] if rule.address else await self._public(host, port):
             try:
                 async with asyncio.timeout(CONNECT_S):
                     reader, writer = await asyncio.open_connection(item, port, limit=CHUNK)
@@ -203,27 +264,55 @@ class Egress:
                 why = str(error) or "no answer in time"
         raise Denied("502 Bad Gateway", f"cannot reach {host}:{port}: {why}")
 
-    def _count(self, flow: _Flow, direction: str, size: int) -> None:
-        self._left -= size
-        setattr(flow, direction, getattr(flow, direction) + size)
+    async def _public(self, host: str, port: int) -> list[str]:
+        """Return the first few addresses of a host, all of the public internet."""
+        ask = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._lookups.acquire()
+                looking = self._loop.run_in_executor(LOOKING_UP, ask)
+                looking.add_done_callback(self._looked_up)
+                found = await asyncio.shield(looking)
+        except (OSError, TimeoutError, UnicodeError) as error:
+            raise Denied("502 Bad Gateway", f"{host} has no address: {error}") from error
+        addresses = [str(place[4][0]) for place in found]
+        public = [item for item in addresses if _is_public(item)]
+        if not public:
+            raise Denied(
+                "403 Forbidden", f"{host} leads to {addresses[0]}, which is not of the public internet"
+            )
+        return public[:MOST_ADDRESSES]
 
-    async def _carry(self, inside: Streams, outside: Streams, flow: _Flow) -> None:
-        """Pass bytes both ways until both have ended, nothing moves, or the limit is reached."""
+    def _looked_up(self, done: asyncio.Future[Any]) -> None:
+        self._lookups.release()
+        if not done.cancelled():
+            done.exception()  # nobody may be waiting for it any more
+
+    def _count(self, attempt: _Attempt, direction: str, data: bytes) -> bytes:
+        """Return as much of what is to pass as still may."""
+        data = data[: self._left]
+        self._left -= len(data)
+        setattr(attempt, direction, getattr(attempt, direction) + len(data))
+        return data
+
+    async def _carry(self, inside: Streams, outside: Streams, attempt: _Attempt, head: bytes) -> None:
+        """Pass bytes both ways until both have ended, nothing moves either way, or the limit is reached."""
 
         async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str) -> None:
             while self._left > 0:
-                async with asyncio.timeout(IDLE_S):
-                    data = await reader.read(CHUNK)
-                    if not data:
-                        break
-                    self._count(flow, direction, len(data))
-                    writer.write(data)
-                    await writer.drain()
+                data = self._count(attempt, direction, await reader.read(CHUNK))
+                idle.reschedule(self._loop.time() + IDLE_S)
+                if not data:
+                    break
+                writer.write(data)
+                await writer.drain()
+                idle.reschedule(self._loop.time() + IDLE_S)
             with contextlib.suppress(OSError):
                 writer.write_eof()
 
         try:
-            async with asyncio.TaskGroup() as group:
+            outside[1].write(self._count(attempt, "sent", head))
+            async with asyncio.timeout(IDLE_S) as idle, asyncio.TaskGroup() as group:
                 group.create_task(pass_on(inside[0], outside[1], "sent"))
                 group.create_task(pass_on(outside[0], inside[1], "received"))
         except* (OSError, TimeoutError):
@@ -236,29 +325,22 @@ class Egress:
         self._accepting.cancel()
         for task in self._open:
             task.cancel()
+        self._loop.remove_reader(self._listener)  # before its number may be another's
         self._listener.close()
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _public(host: str, port: int) -> list[str]:
-    """Return the first few addresses of a host, all of the public internet."""
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError) as error:
-        raise Denied("502 Bad Gateway", f"{host} has no address: {error}") from error
-    addresses = [str(place[4][0]) for place in found]
-    public = [item for item in addresses if _is_public(item)]
-    if not public:
-        raise Denied("403 Forbidden", f"{host} leads to {addresses[0]}, which is not of the public internet")
-    return public[:MOST_ADDRESSES]
-
-
 def _is_public(address: str) -> bool:
     known = ipaddress.ip_address(address.partition("%")[0])
-    inner = getattr(known, "ipv4_mapped", None) or getattr(known, "sixtofour", None)
+    inner = None
+    if isinstance(known, ipaddress.IPv6Address):
+        inner = known.ipv4_mapped or known.sixtofour
+        if any(known in network for network in INNER):
+            inner = ipaddress.IPv4Address(int(known) & 0xFFFFFFFF)
+        if known.is_site_local:
+            return False
     return known.is_global and not known.is_multicast and (inner is None or inner.is_global)
 
 
@@ -288,9 +370,11 @@ def _aim(method: str, target: str) -> tuple[str, int]:
         raise Denied("400 Bad Request", f"cannot read the address {target[:200]!r}") from error
     if method != "CONNECT" and parts.scheme != "http":
         raise Denied("400 Bad Request", "expected CONNECT, or a request for an http:// address")
-    if not host or "@" in parts.netloc or not (_address(host) or HOST.fullmatch(host)):
+    if not host or "@" in parts.netloc or "%" in host or not (_address(host) or HOST.fullmatch(host)):
         raise Denied("400 Bad Request", f"cannot read the address {target[:200]!r}")
-    return host.lower().rstrip("."), port if port is not None else 443 if method == "CONNECT" else DEFAULT_PORT
+    return str(
+        _address(host) or host.lower().rstrip(".")
+    ), port if port is not None else 443 if method == "CONNECT" else DEFAULT_PORT
 
 
 def _onward(method: str, target: str, host: str, port: int, headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -51,8 +51,10 @@ class Server:
         """What it complained about."""
         return os.pread(self._errors, 4096, 0).decode("utf-8", "replace").strip() if self._errors >= 0 else ""
 
-    async def close(self) -> None:
-        """End it. Idempotent."""
+    async def close(self, patience_s: float = 0.0) -> None:
+        """End it, after it had the time to end by itself. Idempotent."""
+        if patience_s:
+            await asyncio.wait([self._handle.ended], timeout=patience_s)
         await self._handle.end()
         if self._errors >= 0:
             os.close(self._errors)

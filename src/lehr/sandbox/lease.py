@@ -186,6 +186,8 @@ class LeasedBox:
 
     async def snapshot(self, *, on_restore: Sequence[str] = ()) -> Snapshot:
         """Record the box's state; see :meth:`lehr.sandbox.base.Box.snapshot`."""
+        if isinstance(on_restore, str):
+            raise TypeError(f"on_restore is the string {on_restore!r}; expected a list such as ['sh', '-c', …]")
         async with self._call() as box:
             began = self._loop.time()
             taken = await box.snapshot(on_restore=on_restore)

@@ -119,9 +119,12 @@ class Pool:
             self._refill(spec)
             return leased
         try:
-            await leased.after_restore(snapshot)
-        except BaseException:
+            async with asyncio.timeout_at(asked + timeout_s):
+                await leased.after_restore(snapshot)
+        except BaseException as error:
             await self.release(leased)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(f"a restored box was not ready within {timeout_s:g} s") from error
             raise
         return leased
 

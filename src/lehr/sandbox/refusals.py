@@ -38,17 +38,16 @@ class Refusals:
         self._pause: asyncio.TimerHandle | None = None
         self._loop.add_reader(fd, self._on_asked)
 
-    def begin(self) -> None:
-        """Forget what was refused before."""
-        self._asked = 0
-        self._names.clear()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The calls that were refused since, in the order of their first use, at most ``MOST_NAMES``."""
+    def take(self) -> tuple[str, ...]:
+        """Return the calls that were refused since this was called last, in the order of their first use, at
+        most ``MOST_NAMES``.
+        """
         if self._fd >= 0 and self._pause is None:
             self._answer()
-        return tuple(self._names)
+        names = tuple(self._names)
+        self._asked = 0
+        self._names.clear()
+        return names
 
     def _on_asked(self) -> None:
         if not self._answer():

@@ -12,17 +12,16 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import image
-from lehr.sandbox.images import declaration, digests
+from lehr.sandbox.images import declaration, digests, store
 from lehr.sandbox.images.build import Ground, Say, build
 from lehr.sandbox.images.declaration import OWN, Declared
-from lehr.sandbox.images.store import DIGITS, images_folder
+from lehr.sandbox.images.store import DIGITS
 from lehr.sandbox.images.workshop import OWN_FOLDER
 from lehr.sandbox.launch import PATH
 
@@ -187,8 +186,8 @@ def _digest(archive: Path) -> str:
 def unpack(kind: str, archive: Path) -> Path:
     """Return the root folder of an archive, unpacked unless that was done before."""
     digest = _digest(archive)
-    store = images_folder()
-    root = store / digest[:DIGITS] / "rootfs"
+    place = store.images_folder() / digest[:DIGITS]
+    root = place / store.ROOT
     if root.is_dir():
         return root
     skopeo, umoci = (shutil.which(name, path=PATH) for name in ("skopeo", "umoci"))
@@ -198,12 +197,8 @@ def unpack(kind: str, archive: Path) -> Path:
             f"{lacking} is not installed, which unpacks images",
             hint="Install both: `apt-get install skopeo umoci`",
         )
-    try:
-        store.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        hint = "Set LEHR_HOME to a folder that you own."
-        raise HostUnfit(f"cannot write to {store}: {error.strerror}", hint=hint) from error
-    with tempfile.TemporaryDirectory(dir=store, prefix="unpacking-") as folder:
+    store.make_ready()
+    with store.building(digest) as folder:
         layout = f"{folder}/layout:image"
         _do([skopeo, "--insecure-policy", "copy", "-q", f"{KINDS[kind]}:{archive}", f"oci:{layout}"], archive)
         rootless = [] if os.geteuid() == 0 else ["--rootless"]
@@ -211,7 +206,7 @@ def unpack(kind: str, archive: Path) -> Path:
         os.chmod(folder, 0o755)
         os.chmod(f"{folder}/bundle", 0o755)
         try:
-            os.rename(f"{folder}/bundle", store / digest[:DIGITS])
+            os.rename(f"{folder}/bundle", place)
         except OSError:  # another process was faster
             if not root.is_dir():
                 raise

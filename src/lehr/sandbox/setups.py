@@ -13,7 +13,7 @@ import json
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from lehr.sandbox import roots
 from lehr.sandbox.base import Box, Boxes, ExecResult, Snapshot, Spec
@@ -128,6 +128,7 @@ class SetUps:
     async def _ready(self, spec: Spec, setup: Setup) -> AsyncGenerator[Snapshot, None]:
         if not setup.steps:
             raise SandboxError("a set-up without a step leaves no state", expected="at least one step")
+        spec = replace(spec, allow_hosts=())
         plan = _Plan(spec, setup, _keys(await self._image(spec.image), spec, setup))
         state = await self._hold(plan, len(plan.keys) - 1)
         try:

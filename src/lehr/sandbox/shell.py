@@ -183,7 +183,8 @@ class PipeShell:
         header = {} if self._status.done() else self._last_words()
         usage = meter.usage(header, wall)
         if not self._status.done() and not header and not reason and meter.oom_kills() == 0:
-            return ExecResult("broken", None, stdout, stderr, cut or cut_err, None, usage, "the box ended")
+            told = "the box ended", meter.denied(), meter.connections()
+            return ExecResult("broken", None, stdout, stderr, cut or cut_err, None, usage, *told)
         status = self._status.result() if self._status.done() else header.get("status", -9)
         signs = verdict.Signs(
             status=status if not reason else -9,

@@ -29,9 +29,6 @@ class Meter:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._group = group = process.group
-        for service in (process.refusals, process.egress):
-            if service:
-                service.begin()
         self._cpu_s = group.cpu_s() if group else None
         self._refused = group.refused_pids() if group else 0
         self._ooms = group.oom_kills() if group else 0
@@ -63,12 +60,12 @@ class Meter:
         return self._group.oom_kills() - self._ooms if self._group else 0
 
     def denied(self) -> tuple[str, ...]:
-        """System calls refused since the start, by name."""
-        return self._process.refusals.names if self._process.refusals else ()
+        """System calls refused that were not told before, by name."""
+        return self._process.refusals.take() if self._process.refusals else ()
 
     def connections(self) -> tuple[Connection, ...]:
-        """Attempts to reach hosts that ended since the start."""
-        return self._process.egress.connections if self._process.egress else ()
+        """Attempts to reach hosts that were not told before."""
+        return self._process.egress.take() if self._process.egress else ()
 
     def lost_to_memory(self) -> bool:
         """Whether want of memory has ended a part of the box itself rather than a program."""

@@ -62,6 +62,7 @@ RIGHTS = (
 """Over the image's own user namespace. Boxes are forked out of it into namespaces over which they have none."""
 READY_S = 20.0
 RECORD_S = 30.0
+LEAVE_S = 2.0
 
 
 OWN = 1000
@@ -162,7 +163,11 @@ class Zygote:
                     await zygote._wait_ready(code, plain_path, filters)
             except BaseException as error:
                 words = server.said
-                await asyncio.shield(loop.create_task(zygote.close()))
+                os.write(
+                    ready, b"!!"
+                )  # killed while it waits, bubblewrap would leave a child that waits for ever
+                channel.close()
+                await asyncio.shield(loop.create_task(server.close(LEAVE_S)))
                 if isinstance(error, ChannelLost | TimeoutError | OSError | ValueError):
                     raise unfit(words or str(error)) from error
                 raise

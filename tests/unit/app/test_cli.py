@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from lehr.app.cli import COMMANDS, lehr, run
+from lehr.app.commands.sandbox import _call
 from lehr.app.commands.try_ import _answer
 from lehr.core.reward import Valid
 from lehr.pipeline.compare import Said, prepare, turns_of
@@ -379,3 +380,11 @@ def test_sandbox_run_names_the_limit_and_how_to_raise_it(capfdbinary: pytest.Cap
     assert b"timeout_wall" in capfdbinary.readouterr().err
     assert run(["sandbox", "run", "--memory", "lots", "--", "true"]) == 2
     assert b"512M" in capfdbinary.readouterr().err
+
+
+def test_a_trace_shows_what_a_model_wrote_as_text() -> None:
+    usage = {"wall_s": 0.1, "cpu_s": 0.1, "peak_bytes": 1, "read_bytes": 1, "written_bytes": 1}
+    words = {"program": "shell: echo \x1b[2K\x1b]52;c;eA==\x07 \u202ehidden", "detail": "cannot start \x9b31m"}
+    shown = _call("sandbox.exec", {"verdict": "oom", "exit_code": None, **usage, **words})
+    assert "\\u{1b}[2K" in shown and "\\u{202e}hidden" in shown and "\\u{9b}31m" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from lehr.core.errors import ConfigError, HostUnfit, MissingDependency
-from lehr.sandbox import bwrap, image, launch
-from lehr.sandbox.base import Limits, Spec
+from lehr.sandbox import bwrap, image, launch, zygote
+from lehr.sandbox.base import MOST, Limits, Spec
 from lehr.sandbox.box import RunnerBox
 from lehr.sandbox.bwrap import BwrapBackend
 from lehr.sandbox.errors import Refused, SandboxError
@@ -423,9 +423,20 @@ def test_a_full_disk_is_told_though_the_program_went_on() -> None:
     "name", ["memory_bytes", "disk_bytes", "inodes", "pids", "cpu", "wall_s", "output_bytes"]
 )
 def test_limits_that_mean_nothing_are_refused(name: str) -> None:
-    for value in (0, -1, float("nan")):
+    for value in (0, -1, float("nan"), float("inf"), 1 << 70):
         with pytest.raises(ConfigError, match=f"a box cannot have {name} = {value}"):
             Limits(**{name: value})
+
+
+def test_the_largest_limits_can_be_had() -> None:
+    async def run() -> None:
+        for limited in (None, False):
+            pool = Pool(BwrapBackend(limited=limited), warm=0)
+            async with pool.lease(Spec(limits=Limits(**MOST))) as box:  # type: ignore[arg-type]
+                assert (await box.exec(["true"])).verdict == "ok"
+            await pool.close()
+
+    asyncio.run(run())
 
 
 def test_names_that_no_file_can_have_are_refused_and_the_box_lives_on() -> None:
@@ -490,3 +501,34 @@ def test_a_box_that_does_not_obey_a_cancelled_caller_is_given_up() -> None:
         assert (await box.exec(["true"])).verdict == "broken"
 
     in_box(use)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="other user: needs root")
+def test_a_start_that_is_cancelled_leaves_no_process_of_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    def cancelled(pid: int, _: object) -> None:
+        begun.append(pid)
+        time.sleep(0.05)  # until it waits for its user numbers
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(zygote, "_map", cancelled)
+
+    async def run() -> None:
+        backend = BwrapBackend()
+        with pytest.raises(asyncio.CancelledError):
+            await backend.create(Spec())
+        await backend.close()
+
+    asyncio.run(run())
+    until = time.monotonic() + 2
+    while _lives(begun[0]):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

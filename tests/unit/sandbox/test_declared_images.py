@@ -276,6 +276,8 @@ def test_a_name_is_looked_up_beside_the_file_then_here_then_at_home(home: Path, 
         ("[base]\nfiles = { 'proc/x' = 'env.toml' }", "a box makes /proc itself"),
         ("[base]\nfiles = { 'etc/x' = 'env.toml' }", "a place below opt/"),
         ("[base]\nenv = { 'A B' = 'x' }", "is no name of a variable"),
+        ("[base]\nfiles = { 'opt/x' = 'env.toml', '/opt/x' = 'env.toml' }", "the same place"),
+        ('[base]\nrun = ["echo \\u0000"]', "holds a NUL character"),
         ("[base]\nbase = 'env:base'", "images stand on each other"),
         ("[base]\nbase = 'env:full'\n[full]\nbase = 'env'", "images stand on each other"),
         ("[base]\nbase = 'elsewhere'", "there is no image 'elsewhere'"),
@@ -351,6 +353,35 @@ def test_it_is_built_once_and_again_when_anything_changes(home: Path) -> None:
     file.write_text(text + "timeout = 7\n[setup.x]\nrun = ['true']\n")
     (home / "images" / "data").write_text("one")
     assert roots.digest_of(declaration.read("env")) == first, "not by what does not change the image"
+
+
+def test_files_in_another_order_are_another_image(home: Path) -> None:
+    (home / "images" / "data").mkdir()
+    (home / "images" / "data" / "x").write_text("of the folder")
+    (home / "images" / "other").write_text("of its own")
+    entries = ['"opt/data" = "data"', '"opt/data/x" = "other"']
+    seen: set[str] = set()
+    for order in (entries, entries[::-1]):
+        declare(home, f"[base]\nfiles = {{ {', '.join(order)} }}\n")
+        ground = roots.make("env")
+        assert ground.root
+        seen.add((ground.root / "opt/data/x").read_text())
+    assert seen == {"of the folder", "of its own"}
+
+
+def test_archives_of_one_name_are_each_installed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (home / "images" / name).mkdir()
+        (home / "images" / name / "main.zip").write_text(name)
+    declare(home, '[base]\npip = ["a/main.zip", "b/main.zip"]')
+    given: list[str] = []
+
+    def do(_: object, step: str, argv: list[str], *, binds: dict[str, Path], **__: object) -> None:
+        given.extend(binds[word.removeprefix("/run/lehr/")].read_text() for word in argv[-2:])
+
+    monkeypatch.setattr(workshop.Workshop, "do", do)
+    roots.make("env")
+    assert given == ["a", "b"]
 
 
 def test_builders_at_once_build_once(home: Path) -> None:
@@ -463,6 +494,23 @@ def test_images_are_built_listed_and_removed_by_name(home: Path, capsys: pytest.
     assert lehr(["images", "build", "host"]) == 2
     assert lehr(["images", "build", "emv:base"]) == 2
     assert "there is no image 'emv:base'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[]", '{"digest": "../x"}', '{"env": [1]}', "rootfs"])
+def test_a_damaged_image_is_none(home: Path, damage: str) -> None:
+    declare(home, '[base]\nrun = ["true"]')
+    digest = roots.make("env").digest
+    folder = store.images_folder() / digest
+    if damage == "rootfs":
+        store.discard(folder / "rootfs")
+    else:
+        facts = json.loads((folder / "image.json").read_text())
+        changed = json.loads(damage) if damage else None
+        whole = {**facts, **changed} if isinstance(changed, dict) and changed else changed
+        (folder / "image.json").write_text("" if whole is None else json.dumps(whole))
+    assert store.find(digest) is None
+    with pytest.raises(HostUnfit, match=f"Remove {folder}"):
+        roots.make("env")
 
 
 def test_the_place_of_an_image_that_something_else_takes_is_named(home: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import platform
@@ -448,6 +449,22 @@ def test_a_cancelled_caller_leaves_nothing(engine: FakeEngine, endpoint: str) ->
             await making
         assert time.monotonic() - started < 1, "who gave up does not wait for the engine"
         go_on.set()
+
+    with_backend(engine, use)
+    assert engine.containers == {}
+
+
+def test_a_box_for_which_no_descriptor_is_left_leaves_nothing(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left() -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def use(backend: DockerBackend) -> None:
+        monkeypatch.setattr("lehr.sandbox.container.carrier.socket.socketpair", none_left)
+        with pytest.raises(OSError, match="Too many open files"):
+            await backend.create(SMALL)
+        monkeypatch.undo()
 
     with_backend(engine, use)
     assert engine.containers == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -57,6 +58,7 @@ print(answer.decode())
         ("10.0.0.7:81", "10.0.0.7", 81, True),
         ("[::1]:80", "::1", 80, True),
         ("::1", "::1", 443, True),
+        ("[0:0:0::1]:80", "::1", 80, True),
         ("mirror.example:443=10.0.0.7", "mirror.example", 443, True),
     ],
 )
@@ -78,6 +80,7 @@ def test_rules(text: str, host: str, port: int, covered: bool) -> None:
         "a/b",
         "a@b",
         "x=nowhere",
+        "10.0.0.7=10.0.0.8",
         "-",
         "a..b",
         "é.org",
@@ -95,6 +98,8 @@ def test_a_rule_that_cannot_be_read_is_named(text: str) -> None:
         ("169.254.169.254", False), ("100.64.0.1", False), ("::1", False), ("fd00::1", False), 
         ("fe80::1%eth0", False),
         ("::ffff:127.0.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("2002:7f00:1::", False),
+        ("64:ff9b::a9fe:a9fe", False), ("64:ff9b::5db8:d822", True), ("::7f00:1", False), ("fec0::1", False),
+        ("::ffff:0:a00:1", False),
     ],
 )  # fmt: skip
 def test_addresses_of_the_public_internet(address: str, public: bool) -> None:
@@ -114,13 +119,17 @@ def in_box(
         seen: list[bytes] = []
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            seen.append(await reader.readuntil(b"\r\n\r\n"))
-            body = 1000 * b"x" if b"GET /large" in seen[-1] else b"hello"
-            writer.write(
-                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-            )
-            await writer.drain()
-            writer.close()
+            try:
+                seen.append(await reader.readuntil(b"\r\n\r\n"))
+                body = 1000 * b"x" if b"GET /large" in seen[-1] else b"hello"
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+                )
+                await writer.drain()
+            except asyncio.IncompleteReadError:
+                await asyncio.sleep(0.1)
+            finally:
+                writer.close()
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port: int = server.sockets[0].getsockname()[1]
@@ -184,6 +193,14 @@ def test_s23_there_is_no_way_around_the_proxy() -> None:
     in_box(lambda port: (f"mirror.test:{port}=127.0.0.1",), use)
 
 
+def test_a_rule_for_one_host_goes_before_one_for_many() -> None:
+    async def use(box: LeasedBox, port: int, seen: list[bytes]) -> None:
+        result = await box.exec(["python3", "fetch.py", f"http://mirror.test:{port}/"])
+        assert result.stdout == b"hello\n", result
+
+    in_box(lambda port: (f"*.test:{port}", f"mirror.test:{port}=127.0.0.1"), use)
+
+
 def test_s23_a_name_that_leads_inside_is_refused() -> None:
     async def use(box: LeasedBox, port: int, seen: list[bytes]) -> None:
         result = await box.exec(
@@ -218,6 +235,9 @@ def test_connect_carries_bytes_both_ways_and_is_cut_at_the_limit() -> None:
         "nonsense\\r\\n\\r\\n",
         "GET http://a.test/ HTTP/1.1\\r\\nA: b\\x01\\r\\n\\r\\n",
         "GET http://a.test/\\x85 HTTP/1.1\\nX\\r\\n\\r\\n",
+        f"CONNECT {'a' * 64}.test:443 HTTP/1.1\\r\\n\\r\\n",
+        f"CONNECT {'.'.join(['a' * 60] * 5)}:443 HTTP/1.1\\r\\n\\r\\n",
+        "GET http://[::1%\\x9b31m]/ HTTP/1.1\\r\\n\\r\\n",
     ],
 )
 def test_a_request_that_is_none_is_refused(request_text: str) -> None:
@@ -227,6 +247,165 @@ def test_a_request_that_is_none_is_refused(request_text: str) -> None:
         assert not seen
 
     in_box(lambda port: ("a.test",), use)
+
+
+LEAVE = """
+import os, socket, sys
+end = socket.create_connection(("127.0.0.1", 3128), 5)
+end.sendall(f"CONNECT {sys.argv[1]} HTTP/1.1\\r\\n\\r\\n".encode())
+end.recv(100)
+end.sendall(b"secret")
+os._exit(0)
+"""
+
+
+def test_a_connection_that_is_open_at_the_end_is_told() -> None:
+    async def use(box: LeasedBox, port: int, seen: list[bytes]) -> None:
+        await box.write("leave.py", LEAVE.encode())
+        results = [await box.exec(["python3", "leave.py", f"127.0.0.1:{port}"])]
+        await asyncio.sleep(0.3)
+        results.append(await box.exec(["true"]))
+        told = [item for result in results for item in result.connections]
+        assert results[0].connections and not any(item.refused for item in told)
+        assert sum(item.sent_bytes for item in told) == len(b"secret")
+
+    in_box(lambda port: (f"127.0.0.1:{port}",), use)
+
+
+def test_many_refusals_hide_no_connection() -> None:
+    code = (
+        "import socket, sys\n"
+        "def ask(place):\n"
+        "    end = socket.create_connection(('127.0.0.1', 3128), 5)\n"
+        "    end.sendall(f'CONNECT {place} HTTP/1.1\\r\\n\\r\\n'.encode())\n"
+        "    return end.recv(100)\n"
+        "for number in range(300): ask(f'{sys.argv[1]}:1')\n"
+        "print(ask(sys.argv[1] + ':' + sys.argv[2]).split()[1])\n"
+        "for number in range(300): ask(f'{number}.test:443')\n"
+        "print(ask(sys.argv[1] + ':' + sys.argv[2]).split()[1])"
+    )
+
+    async def use(box: LeasedBox, port: int, seen: list[bytes]) -> None:
+        result = await box.exec(["python3", "-c", code, "127.0.0.1", str(port)])
+        reached = [item for item in result.connections if not item.refused]
+        assert (result.stdout, len(reached)) == (b"b'200'\nb'429'\n", 1), result.stdout
+        assert len(result.connections) <= egress.MOST_REMEMBERED + egress.MOST_CONNECTIONS
+        assert not (await box.exec(["true"])).connections
+
+    in_box(lambda port: (f"127.0.0.1:{port}",), use, limits=Limits(wall_s=30))
+
+
+def test_connections_without_end_cost_the_host_little() -> None:
+    code = (
+        "import socket\n"
+        "while True:\n"
+        "    end = socket.create_connection(('127.0.0.1', 3128))\n"
+        "    end.sendall(b'CONNECT b.test:1 HTTP/1.1\\r\\n\\r\\n')\n"
+        "    end.recv(1000)\n"
+        "    print('.', end='', flush=True)"
+    )
+
+    async def use(box: LeasedBox, port: int, seen: list[bytes]) -> None:
+        result = await box.exec(["python3", "-c", code], timeout_s=1)
+        assert result.verdict == "timeout_wall" and 60 < len(result.stdout) < 250, result
+
+    in_box(lambda port: ("a.test",), use)
+
+
+def test_a_transfer_that_moves_one_way_alone_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(egress, "IDLE_S", 0.4)
+
+    async def run() -> None:
+        async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 12\r\n\r\n")
+            try:
+                for _ in range(12):
+                    writer.write(b"x")
+                    await asyncio.sleep(0.1)
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(drip, "127.0.0.1", 0)
+        port: int = server.sockets[0].getsockname()[1]
+        pool = Pool("bwrap", warm=0)
+        async with pool.lease(Spec(allow_hosts=(f"mirror.test:{port}=127.0.0.1",))) as box:
+            await box.write("fetch.py", FETCH.encode())
+            result = await box.exec(["python3", "fetch.py", f"http://mirror.test:{port}/"])
+            assert result.stdout == b"xxxxxxxxxxxx\n", result
+        await pool.close()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_no_byte_passes_beyond_the_limit_also_after_a_restore() -> None:
+    async def use(box: LeasedBox, port: int, seen: list[bytes]) -> None:
+        tunnel = f"CONNECT 127.0.0.1:{port} HTTP/1.1\\r\\n\\r\\nGET /large HTTP/1.1\\r\\n\\r\\n"
+        mark = await box.snapshot()
+        first = await box.exec(["python3", "bare.py", tunnel])
+        (told,) = first.connections
+        assert told.sent_bytes + told.received_bytes == 100, told
+        await box.restore(mark)
+        second = await box.exec(["python3", "bare.py", tunnel])
+        assert b"used up what it may send and receive" in second.stdout, second
+        await mark.discard()
+
+    in_box(lambda port: (f"127.0.0.1:{port}",), use, limits=Limits(network_bytes=100))
+
+
+def test_name_servers_that_do_not_answer_hold_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def slow(host: str, *_: object, **__: object) -> None:
+        asked.append(host)
+        time.sleep(1.5)
+        raise OSError("no answer")
+
+    code = (
+        "import socket, time\n"
+        "ends = [socket.create_connection(('127.0.0.1', 3128), 5) for _ in range(20)]\n"
+        "for end in ends: end.sendall(b'CONNECT a.test:443 HTTP/1.1\\r\\n\\r\\n')\n"
+        "time.sleep(1)"
+    )
+
+    async def use(box: LeasedBox, port: int, seen: list[bytes]) -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", slow)
+        running = asyncio.create_task(box.exec(["python3", "-c", code]))
+        while not asked:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        await asyncio.gather(*(asyncio.to_thread(int) for _ in range(4)))
+        assert time.monotonic() - began < 0.5
+        assert len(asked) <= egress.LOOKUPS
+        result = await running
+        assert {item.refused for item in result.connections} == {"was not reached before the call ended"}
+
+    in_box(lambda port: ("a.test",), use)
+
+
+def test_closing_leaves_the_number_of_the_socket_to_others() -> None:
+    async def run() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        number = listener.fileno()
+        way_out = egress.Egress(listener, (), 0)
+        await asyncio.sleep(0.01)
+        way_out.close()
+        ours, theirs = socket.socketpair()
+        assert number in (ours.fileno(), theirs.fileno())
+        if theirs.fileno() == number:
+            ours, theirs = theirs, ours
+        heard = asyncio.Event()
+        asyncio.get_running_loop().add_reader(ours, heard.set)
+        theirs.send(b"x")
+        async with asyncio.timeout(1):
+            await heard.wait()
+        asyncio.get_running_loop().remove_reader(ours)
+        ours.close()
+        theirs.close()
+
+    asyncio.run(run())
 
 
 def test_many_connections_and_a_box_that_goes_leave_nothing_open() -> None:

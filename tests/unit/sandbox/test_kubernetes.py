@@ -13,7 +13,7 @@ from typing import Any
 
 import process_one
 import pytest
-from fake_cluster import OUTPUT, FakeCluster, FakePod
+from fake_cluster import OUTPUT, ClusterHandler, FakeCluster, FakePod
 
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox.base import BACKENDS, Limits, Spec
@@ -253,6 +253,27 @@ def test_a_refusal_is_passed_on_and_nothing_is_left(
             await backend.create(SMALL)
         fake.failures.clear()
         assert (await (await backend.create(SMALL)).exec(["true"])).verdict == "ok"
+
+    with_backend(use)
+    assert fake.pods == {}
+
+
+@pytest.mark.parametrize("endpoint", ["do_read_policy", "do_list", "do_read"])
+@pytest.mark.parametrize("said", [b"<html>", b"", b"[]", b"null"])
+def test_an_answer_that_is_none_of_an_api_server_is_named(
+    fake: FakeCluster, monkeypatch: pytest.MonkeyPatch, endpoint: str, said: bytes
+) -> None:
+    def answer(handler: ClusterHandler, *_: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(said)))
+        handler.end_headers()
+        handler.wfile.write(said)
+
+    monkeypatch.setattr(ClusterHandler, endpoint, answer)
+
+    async def use(backend: KubernetesBackend) -> None:
+        with pytest.raises(SandboxError, match="answered what no API server does"):
+            await backend.create(SMALL)
 
     with_backend(use)
     assert fake.pods == {}

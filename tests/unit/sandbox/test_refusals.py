@@ -45,6 +45,22 @@ def test_they_are_named_in_the_result_and_in_the_record() -> None:
     ]
 
 
+def test_what_happened_between_calls_and_beside_another_is_told_once() -> None:
+    async def run() -> None:
+        pool = Pool("bwrap", warm=0)
+        async with pool.lease(Spec()) as box, box.shell() as shell:
+            await shell.run("(sleep 0.2; unshare -U true) > /dev/null 2>&1 &")
+            await asyncio.sleep(0.6)
+            assert (await shell.run("true")).denied == ("unshare",)
+            beside = asyncio.create_task(shell.run("unshare -U true; sleep 0.6"))
+            await asyncio.sleep(0.3)
+            told = [*(await box.exec(["true"])).denied, *(await beside).denied]
+            assert told == ["unshare"]
+        await pool.close()
+
+    asyncio.run(run())
+
+
 def test_who_asks_for_ever_is_slowed_down_and_the_host_is_not() -> None:
     async def run() -> None:
         pool = Pool("bwrap", warm=0)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tarfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from lehr.core.errors import HostUnfit, LehrError
 from lehr.sandbox import roots
 from lehr.sandbox.base import Limits, Spec
 from lehr.sandbox.bwrap import BwrapBackend
+from lehr.sandbox.images import store
 
 
 def in_image(name: str, *commands: list[str]) -> list[bytes]:
@@ -117,11 +119,26 @@ def test_an_archive_is_unpacked_once(root: Path, place: Path, monkeypatch: pytes
             tar.add(item, item.name)
     (data,) = in_image(f"oci:{archive}", ["cat", "/opt/data"])
     assert data == b"of the image\n"
-    (kept,) = [path for path in (place / "home/images").iterdir()]
+    ((kept, _),) = store.kept()
     before = kept.stat().st_mtime_ns
     in_image(f"oci:{archive}", ["cat", "/opt/data"])
     assert kept.stat().st_mtime_ns == before
     archive.write_bytes(b"no archive at all")
     with pytest.raises(LehrError, match="cannot unpack the image"):
         roots.find(f"oci:{archive}")
-    assert len(list((place / "home/images").iterdir())) == 1
+    assert {path.name for path in (place / "home/images").iterdir()} == {kept.name, "logs"}
+
+
+def test_what_a_killed_unpacking_left_is_swept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEHR_HOME", str(place / "home"))
+    monkeypatch.setattr(shutil, "which", lambda name, **_: f"/usr/bin/{name}")
+    monkeypatch.setattr(roots, "_do", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    (place / "image.tar").write_bytes(b"an archive")
+    child = os.fork()
+    if child == 0:
+        roots.unpack("oci", place / "image.tar")
+    os.waitpid(child, 0)
+    (left,) = [path for path in store.images_folder().iterdir() if path.name != "logs"]
+    os.utime(left, (0, 0))
+    store.make_ready()
+    assert not left.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -222,5 +223,22 @@ def test_a_set_up_without_steps_is_a_mistake() -> None:
     async def use(pool: Pool, setups: SetUps, events: Events) -> None:
         with pytest.raises(SandboxError, match="without a step"):
             await look(pool, setups, setup(), "true")
+
+    on_pool(use)
+
+
+def test_steps_reach_no_host_and_boxes_of_their_state_may() -> None:
+    async def use(pool: Pool, setups: SetUps, events: Events) -> None:
+        open_to_one = replace(SMALL, allow_hosts=("a.test",))
+        what = setup(step("one", "echo ${http_proxy-none} > proxy"))
+        async with (
+            setups.ready(open_to_one, what) as snapshot,
+            pool.lease(open_to_one, snapshot=snapshot) as box,
+        ):
+            assert await box.read("proxy") == b"none\n"
+            result = await box.exec(["sh", "-c", "echo $http_proxy"])
+            assert result.stdout == b"http://127.0.0.1:3128\n"
+        async with setups.ready(SMALL, what) as snapshot, pool.lease(SMALL, snapshot=snapshot):
+            assert setups.counts.made == 1
 
     on_pool(use)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from lehr.core.errors import DeadlineExceeded
 from lehr.sandbox.base import Limits, Spec
 from lehr.sandbox.box import RunnerBox
 from lehr.sandbox.bwrap import BwrapBackend
@@ -238,6 +239,9 @@ def test_what_a_snapshot_wants_to_run_first_runs_in_each_box() -> None:
                 await box.write("seed", b"old")
                 mark = await box.snapshot(on_restore=["sh", "-c", "head -c 8 /dev/urandom > seed"])
                 bad = await box.snapshot(on_restore=["false"])
+                slow = await box.snapshot(on_restore=["sleep", "2"])
+                with pytest.raises(TypeError, match="expected a list"):
+                    await box.snapshot(on_restore="true")
                 await box.restore(mark)
                 seeds = {await box.read("seed")}
             for _ in range(2):
@@ -246,6 +250,8 @@ def test_what_a_snapshot_wants_to_run_first_runs_in_each_box() -> None:
             assert len(seeds) == 3 and b"old" not in seeds
             with pytest.raises(SandboxError, match=r"false failed after .* was restored"):
                 await pool.acquire(SMALL, snapshot=bad)
+            with pytest.raises(DeadlineExceeded, match="a restored box was not ready"):
+                await pool.acquire(SMALL, snapshot=slow, timeout_s=0.3)
             assert pool.leased == 0
         finally:
             await pool.close()

@@ -230,8 +230,10 @@ def _call(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def _folded(text: str) -> list[str]:
+    from lehr.app.report.svg import visible
+
     width, indent = max(40, shutil.get_terminal_size().columns), 13 * " "
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+    return textwrap.wrap(visible(text), width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _unreached(fields: Mapping[str, Any]) -> list[str]:

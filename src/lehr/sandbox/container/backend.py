@@ -79,10 +79,16 @@ class ContainerBackend:
         await self._open()
         name = f"lehr-{secrets.token_hex(8)}"
         stream = await self._launch(name, spec)
-        channel = StreamChannel(asyncio.get_running_loop(), Carrier(stream, name).ends)
         container = Container(
             name, lambda: self._later(self._remove(name)), functools.partial(self._starved, name)
         )
+        try:
+            carrier = Carrier(stream, name)
+        except BaseException:  # no descriptor is left, or no thread
+            stream.close()
+            container.kill()
+            raise
+        channel = StreamChannel(asyncio.get_running_loop(), carrier.ends)
         try:
             async with asyncio.timeout(READY_S):
                 await self._settle(channel, spec)

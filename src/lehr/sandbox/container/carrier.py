@@ -22,7 +22,12 @@ class Carrier:
     def __init__(self, stream: Stream, name: str) -> None:
         self._stream = stream
         near, self._far = socket.socketpair()
-        self.ends = (os.dup(near.fileno()), near.detach())
+        try:
+            self.ends = (os.dup(near.fileno()), near.detach())
+        except OSError:
+            near.close()
+            self._far.close()
+            raise
         self._outward = threading.Thread(target=self._send, name=f"{name}-in", daemon=True)
         self._inward = threading.Thread(target=self._receive, name=f"{name}-out", daemon=True)
         self._outward.start()

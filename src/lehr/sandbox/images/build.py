@@ -213,7 +213,8 @@ def _pip(declared: Declared, ground: Ground, shop: Workshop, env: Mapping[str, s
         )
     layer = declared.layer
     archives = {entry: declared.source(entry) for entry in layer.pip if is_archive(entry)}
-    binds = {"python/pip": pip, **{f"archives/{path.name}": path for path in archives.values()}}
-    named = [f"{SHOP}/archives/{archives[entry].name}" if entry in archives else entry for entry in layer.pip]
+    places = {entry: f"archives/{number}/{path.name}" for number, (entry, path) in enumerate(archives.items())}
+    binds = {"python/pip": pip, **{places[entry]: path for entry, path in archives.items()}}
+    named = [f"{SHOP}/{places[entry]}" if entry in archives else entry for entry in layer.pip]
     where = ["--target", SITE, "--upgrade"] if ground.host else ["--break-system-packages"]
     shop.do("pip", [*PIP, *where, *named], env=env, timeout_s=layer.timeout, binds=binds)

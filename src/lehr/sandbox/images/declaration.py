@@ -114,7 +114,10 @@ class Layer(Config):
     @field_validator("files")
     @classmethod
     def _inside(cls, value: dict[str, str]) -> dict[str, str]:
-        return {_destination(where): source for where, source in value.items()}
+        found = {_destination(where): source for where, source in value.items()}
+        if len(found) < len(value):
+            raise ValueError("two entries are the same place in the image")
+        return found
 
     @field_validator("env")
     @classmethod
@@ -253,6 +256,8 @@ def _tables(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Step]]:
         raise HostUnfit(f"cannot read the image {file}: {error.strerror}", expected="a file in TOML") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}", expected="valid TOML") from error
+    if _holds_nul(raw):
+        raise ConfigError(f"{file} holds a NUL character", expected="text that programs can be given")
     steps: object = raw.pop(SETUP, {})
     tables = {name: _table(file, name, value) for name, value in raw.items()}
     named = {
@@ -260,6 +265,14 @@ def _tables(file: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Step]]:
         for name, step in _table(file, SETUP, steps).items()
     }
     return tables, named
+
+
+def _holds_nul(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_nul(item) for pair in cast("dict[str, object]", value).items() for item in pair)
+    if isinstance(value, list):
+        return any(map(_holds_nul, cast("list[object]", value)))
+    return isinstance(value, str) and "\0" in value
 
 
 def _table(file: Path, name: str, value: object) -> dict[str, Any]:

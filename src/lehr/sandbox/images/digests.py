@@ -14,7 +14,7 @@ from lehr.sandbox import image
 from lehr.sandbox.images.declaration import OWN, Declared, is_archive
 from lehr.sandbox.images.store import DIGITS
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same declaration is built into something else than before."""
 
 
@@ -50,7 +50,7 @@ def of_image(declared: Declared, ground: str) -> str:
         "format": FORMAT,
         "ground": ground,
         **layer.model_dump(mode="json", exclude={"base", "timeout"}),
-        "files": files,
+        "files": list(files.items()),  # in order: a later one may stand in an earlier one's folder
         "archives": archives,
     }
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:DIGITS]

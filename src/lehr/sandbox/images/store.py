@@ -85,12 +85,14 @@ def log_of(digest: str) -> Path:
 
 
 def find(digest: str) -> Built | None:
-    """Return the built image of a digest, or None."""
+    """Return the built image of a digest, or None; a damaged one counts as none."""
     try:
         facts: dict[str, Any] = json.loads((images_folder() / digest / FACTS).read_text())
-        return Built(**facts)
+        built = Built(**facts)
     except (OSError, ValueError, TypeError):
         return None
+    whole = isinstance(built.env, dict) and built.digest == digest and built.root.is_dir()
+    return built if whole else None
 
 
 def write(folder: Path, built: Built) -> None:

@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from lehr.core.errors import HostUnfit, LehrError, MissingDependency
 from lehr.sandbox.base import Spec
@@ -253,7 +253,17 @@ class Cluster:
         return {"_preload_content": False, "_request_timeout": self._call_s}
 
     def _json(self, response: Any) -> dict[str, Any]:
-        return json.loads(response.data)
+        """Return the object that was answered; what stands before a cluster may answer anything."""
+        try:
+            found = json.loads(response.data)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise SandboxError(
+                f"the cluster at {self.where} answered what no API server does: {response.data[:200]!r}",
+                hint="Look whether a proxy answers in its place",
+            )
+        return cast("dict[str, Any]", found)
 
     def _asking(
         self, what: str, *, absent_is_fine: bool = False, conflict_is_fine: bool = False
