@@ -23,10 +23,11 @@ fi
 missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)
 "$python" -c 'import ctypes.util, sys; sys.exit(not ctypes.util.find_library("seccomp"))' || missing+=(libseccomp2)
+command -v "${CXX:-g++}" >/dev/null || missing+=(g++)
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
 if [ ${#missing[@]} -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    say "Debian packages: ${missing[*]} (bubblewrap and libseccomp isolate the code that a model writes)"
+    say "Debian packages: ${missing[*]} (bubblewrap and libseccomp isolate the code that a model writes; g++ compiles the engine's kernels)"
     apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null 2>&1 ||
       { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null; } ||
       fail "apt-get could not install ${missing[*]}. Install them another way and run this again."

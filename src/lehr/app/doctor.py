@@ -55,6 +55,7 @@ def machine_checks() -> list[Check]:
     checks.append(
         Check("cores", "ok" if cores >= 2 else "warn", detail, "" if cores >= 2 else "expect half the speed")
     )
+    checks.append(_compiler())
     checks.append(_memory())
     checks.append(_disk(Path.cwd()))
     checks.append(_home())
@@ -69,6 +70,14 @@ def _cpu_flags() -> set[str]:
         return set()
     found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
     return set(found[1].split()) if found else set()
+
+
+def _compiler() -> Check:
+    found = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
+    if found:
+        return Check("compiler", "ok", f"{found} compiles the engine's kernels at its first start")
+    detail = "no C++ compiler: the engine samples at about half its speed"
+    return Check("compiler", "warn", detail, "sudo apt-get install -y g++")
 
 
 def _memory() -> Check:

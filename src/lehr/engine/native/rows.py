@@ -19,6 +19,8 @@ from torch import Tensor
 from lehr.model.config import ModelConfig
 
 SMALLEST = 128
+FIRST_ROWS, MOST_ROWS, ROOM_BYTES = 8, 256, 1 << 30
+"""Rows that a lane begins with: what the bytes hold, which are committed only as they are used. Growing copies."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,5 +84,8 @@ class Rows:
             capacity *= 2
         lane = self.lanes.get(capacity)
         if lane is None:
-            lane = self.lanes[capacity] = Lane(self._config, capacity, 8, self._dtype)
+            c = self._config
+            row = 2 * c.num_layers * c.num_kv_heads * capacity * c.head_size * self._dtype.itemsize
+            rows = min(max(FIRST_ROWS, ROOM_BYTES // row), MOST_ROWS)
+            lane = self.lanes[capacity] = Lane(self._config, capacity, rows, self._dtype)
         return lane.take()
