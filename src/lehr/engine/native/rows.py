@@ -20,7 +20,7 @@ from lehr.model.config import ModelConfig
 
 SMALLEST = 128
 FIRST_ROWS, MOST_ROWS, ROOM_BYTES = 8, 256, 1 << 30
-"""Rows that a lane begins with: what the bytes hold, which are committed only as they are used. Growing copies."""
+"""Rows that a lane begins with: what the bytes hold, committed only as they are used. Growing copies."""
 
 
 @dataclass(eq=False, slots=True)
