@@ -1,9 +1,10 @@
 """Benchmarks of sampling.
 
-``engine.decode.b64``: 64 different chat prompts, 48 new tokens each at temperature 1, prompts included in the
-time. Peer: ``transformers`` generation of the same prompts as one left-padded batch, in the same dtype, with
-as many threads. Each runs in a process of its own and they take turns. The share of the measured matrix
-peak that our multiply-adds reach is printed beside it.
+``engine.decode.b1``, ``.b16``, ``.b64``: as many different chat prompts, 48 new tokens each at temperature 1,
+prompts included in the time. Ours: engines as a run starts them, one per core; for a single prompt one engine
+on all cores. Peer: ``transformers`` generation of the same prompts as one left-padded batch, in the same
+dtype, with as many threads. Each runs in a process of its own and they take turns. The share of the measured
+matrix peak that our multiply-adds reach is printed beside it.
 """
 
 from __future__ import annotations
@@ -28,22 +29,32 @@ from lehr.pipeline.sampler import start_engines
 
 HERE = Path(__file__).parent
 PINS = ("transformers==5.24.0", "torch==2.13.0")
-PROMPTS, NEW_TOKENS, ROUNDS = 64, 48, 3
+NEW_TOKENS, ROUNDS = 48, 3
+BATCHES: tuple[tuple[int, int | None], ...] = ((1, 1), (16, None), (64, None))
+"""Prompts at once, and how many engines serve them (None: as many as a run starts)."""
 
 
 def rows() -> Iterator[Row]:
-    """Yield ``engine.decode.b64``."""
+    """Yield the rows, in the order of the module's docstring."""
     from lehr.model.dtype import compute_dtype, dtype_name
     from lehr.model.fetch import fetch
 
     folder = fetch("smollm2-135m")
-    job = {
-        "model": str(folder),
-        "prompts": _encoded(folder),
-        "new_tokens": NEW_TOKENS,
-        "dtype": dtype_name(compute_dtype()),
-        "threads": len(os.sched_getaffinity(0)),
-    }
+    prompts = _encoded(folder)
+    for batch, engines in BATCHES:
+        job = {
+            "model": str(folder),
+            "prompts": prompts[:batch],
+            "new_tokens": NEW_TOKENS,
+            "dtype": dtype_name(compute_dtype()),
+            "threads": len(os.sched_getaffinity(0)),
+            "engines": engines,
+        }
+        yield _decode(f"engine.decode.b{batch}", job)
+
+
+def _decode(name: str, job: dict[str, Any]) -> Row:
+    """Run both sides in turns and return their medians."""
     ours = Worker([sys.executable, "-m", "benchmarks.engine"], job)
     peer = Worker(
         [str(environment("transformers", PINS)), str(HERE / "peers" / "transformers_generate.py")], job
@@ -51,20 +62,19 @@ def rows() -> Iterator[Row]:
     answers: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
     try:
         for _ in range(int(os.environ.get("BENCH_ROUNDS", ROUNDS))):
-            for name, worker in (("ours", ours), ("peer", peer)):
-                answers[name].append(worker.go())
-                print(f"    {name}: {json.dumps(answers[name][-1])}", file=sys.stderr, flush=True)
+            for side, worker in (("ours", ours), ("peer", peer)):
+                answers[side].append(worker.go())
+                print(f"    {side}: {json.dumps(answers[side][-1])}", file=sys.stderr, flush=True)
     finally:
         ours.close()
         peer.close()
     mine, theirs = (
-        statistics.median(a["tokens"] / a["seconds"] for a in answers[name]) for name in ("ours", "peer")
+        statistics.median(a["tokens"] / a["seconds"] for a in answers[side]) for side in ("ours", "peer")
     )
     reached = statistics.median(a["gflops"] / a["seconds"] for a in answers["ours"])
     peak = ours.ready["peak_gflops"]
     print(f"    {reached:.0f} of {peak:.0f} GFLOP/s that one large product reaches", file=sys.stderr)
-    version = f"transformers {peer.ready['ready']} {job['dtype']}"
-    yield Row.throughput("engine.decode.b64", mine, "tokens/s", version, theirs)
+    return Row.throughput(name, mine, "tokens/s", f"transformers {peer.ready['ready']} {job['dtype']}", theirs)
 
 
 def _encoded(folder: Path) -> list[list[int]]:
@@ -75,7 +85,10 @@ def _encoded(folder: Path) -> list[list[int]]:
     from lehr.model.tokenizer import load_tokenizer
 
     renderer = ChatRenderer(load_tokenizer(folder))
-    return [renderer.start((Message(role="user", content=text),)) for text in chat_prompts(PROMPTS)]
+    return [
+        renderer.start((Message(role="user", content=text),))
+        for text in chat_prompts(max(batch for batch, _ in BATCHES))
+    ]
 
 
 async def _ours() -> None:
@@ -97,7 +110,7 @@ async def _ours() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             cluster = LocalCluster(Path(scratch))
             try:
-                engine = await start_engines(cluster, Path(job["model"]), config, None, incarnation=1)
+                engine = await start_engines(cluster, Path(job["model"]), config, job["engines"], incarnation=1)
                 answer = await _round(engine, job)
             finally:
                 await cluster.close()
