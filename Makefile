@@ -1,6 +1,6 @@
 # Everything a person does here. Each target sets up what it needs from nothing.
 #   make setup                  the environment in .venv, and the Debian packages of the sandbox
-#   make quickstart [CONTROL=1] post-train a small model on two cores, about 16 minutes, 9 more with CONTROL
+#   make quickstart [CONTROL=1] post-train a small model on two cores, 7 to 16 minutes, 5 to 9 more with CONTROL
 #   make test                   all tests
 #   make check                  format, lint, types, import layers
 #   make bench [NAME=engine]    benchmarks, beside a peer

@@ -73,8 +73,9 @@ def _cpu_flags() -> set[str]:
 
 
 def _compiler() -> Check:
-    found = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
-    if found:
+    from lehr.engine.native.kernels.build import compiler
+
+    if found := compiler():
         return Check("compiler", "ok", f"{found} compiles the engine's kernels at its first start")
     detail = "no C++ compiler: the engine samples at about half its speed"
     return Check("compiler", "warn", detail, "sudo apt-get install -y g++")

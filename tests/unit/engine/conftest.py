@@ -13,7 +13,7 @@ import torch
 
 from lehr.core.trace import Sampling, Version
 from lehr.engine.native.engine import NativeConfig, NativeEngine
-from lehr.engine.native.kernels import why_not
+from lehr.engine.native.kernels.build import why_not
 from lehr.engine.native.packing import pack
 from lehr.engine.native.request import Request
 from lehr.model.checkpoint import save_model

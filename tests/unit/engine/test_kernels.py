@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from lehr.core.trace import Sampling
-from lehr.engine.native import kernels
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.fused import SHORT, FusedForward
-from lehr.engine.native.kernels import Kernels, kernels_for
+from lehr.engine.native.kernels import build, load
+from lehr.engine.native.kernels.load import Kernels, kernels_for
 from lehr.engine.native.rows import Rows
 from lehr.engine.native.sampler import draw, draw_whole, uniform
 from lehr.model.config import ModelConfig
@@ -23,7 +23,7 @@ from lehr.model.decoder import Decoder
 from lehr.model.rotary import angles, rotate
 from lehr.model.tiny import random_decoder, tiny_config
 
-pytestmark = pytest.mark.skipif(bool(kernels.why_not()), reason=kernels.why_not())
+pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 DTYPES = (torch.float32, torch.bfloat16)
 CLOSE = {torch.float32: {"rtol": 2e-6, "atol": 2e-6}, torch.bfloat16: {"rtol": 8e-3, "atol": 1e-5}}
 """bfloat16: one unit in the last place, where a sum in another order falls on the other side of a tie."""
@@ -171,8 +171,8 @@ def test_rotation_is_exact_in_both_formats() -> None:
 def test_without_a_compiler_the_engine_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("why_not", "_library"):
-        getattr(kernels, name).cache_clear()
+    for cached in (build.why_not, load._library):
+        cached.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     try:
         assert kernels_for(torch.float32) is None and kernels_for(torch.bfloat16) is None
@@ -182,8 +182,8 @@ def test_without_a_compiler_the_engine_says_so_once(
         ]
     finally:
         monkeypatch.undo()
-        for name in ("why_not", "_library"):
-            getattr(kernels, name).cache_clear()
+        for cached in (build.why_not, load._library):
+            cached.cache_clear()
 
 
 def test_a_library_that_others_may_write_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -192,11 +192,11 @@ def test_a_library_that_others_may_write_is_not_loaded(monkeypatch: pytest.Monke
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(PermissionError, match="can be written by others"):
-        kernels._built.__wrapped__()
+        build.built.__wrapped__()
     folder.chmod(0o700)
-    built = kernels._built.__wrapped__()
+    built = build.built.__wrapped__()
     assert ctypes.CDLL(str(built)) and built.parent == folder
     (tmp_path / "elsewhere.so").write_bytes(b"")
     built.unlink()
     built.symlink_to(tmp_path / "elsewhere.so")
-    assert not kernels._is_ours(built), "links are not followed"
+    assert not build._is_ours(built), "links are not followed"

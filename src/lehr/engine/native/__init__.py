@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching over a paged key-value cache, in plain torch."""
+"""The embedded engine: continuous batching over a paged key-value cache, torch's products and compiled kernels."""

@@ -21,7 +21,7 @@ from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
 from lehr.engine.native.fused import FusedForward, short
-from lehr.engine.native.kernels import kernels_for
+from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.packing import pack
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows

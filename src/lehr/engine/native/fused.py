@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lehr.engine.native.attention import Span, causal_mask, grouped_attention
-from lehr.engine.native.kernels import Kernels
+from lehr.engine.native.kernels.load import Kernels
 from lehr.model.decoder import Decoder, Layer
 from lehr.model.rotary import angles
 

@@ -8,7 +8,6 @@ preemption changes what is drawn.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lehr.core.trace import Sampling
-from lehr.engine.native.kernels import Kernels
+from lehr.engine.native.kernels.load import Kernels
 
 _WIDTH = 256
 _SHORTLIST = 1024
@@ -91,19 +90,19 @@ def draw_whole(
     one pass of a kernel over logits of any dtype, which are left as they are.
     """
     rows, vocabulary = logits_NV.shape
-    tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float64)
+    tokens, raw = np.empty(rows, np.int64), np.empty(rows, np.float64)
     inverse = np.array([1 / s.temperature if s.temperature else 0 for s in settings], np.float32)
     kernels.draw(
-        logits_NV.data_ptr(), inverse.ctypes.data, where.ctypes.data, tokens.ctypes.data, logprobs.ctypes.data,
+        logits_NV.data_ptr(), inverse.ctypes.data, where.ctypes.data, tokens.ctypes.data, raw.ctypes.data,
         rows, vocabulary,
     )  # fmt: skip
-    raw = logprobs.tolist()
-    greedy = [s.temperature == 0 for s in settings]
+    greedy = np.array([s.temperature == 0 for s in settings])
+    certain = np.where(np.isfinite(raw), 1.0, np.nan)
     return Drawn(
         tokens.tolist(),
-        [0.0 if best and math.isfinite(value) else value for value, best in zip(raw, greedy, strict=True)],
-        raw,
-        [math.exp(value) if best else value - value + 1 for value, best in zip(raw, greedy, strict=True)],
+        np.where(greedy, np.log(certain), raw).tolist(),
+        raw.tolist(),
+        np.where(greedy, np.exp(raw), certain).tolist(),
     )
 
 

@@ -1,0 +1,55 @@
+"""The compiled functions, by number format, for callers that hold tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from ctypes import c_float, c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from lehr.engine.native.kernels.build import INSTALL, built, why_not
+
+log = logging.getLogger(__name__)
+
+ARGUMENTS = {
+    "norm": (*[c_void_p] * 4, c_int64, c_int64, c_float),
+    "gated": (c_void_p, c_void_p, c_int64, c_int64),
+    "rotate": (*[c_void_p] * 8, *[c_int64] * 5, c_float),
+    "attend": (*[c_void_p] * 4, *[c_int64] * 5),
+    "draw": (*[c_void_p] * 5, c_int64, c_int64),
+}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Kernels:
+    """The compiled functions for one number format. They work on memory by address: see ``kernels.cpp``."""
+
+    def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
+        for name, arguments in ARGUMENTS.items():
+            function = getattr(library, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+            setattr(self, name, function)
+
+    norm: Any
+    gated: Any
+    rotate: Any
+    attend: Any
+    draw: Any
+
+
+def kernels_for(dtype: torch.dtype) -> Kernels | None:
+    """Return the kernels for a dtype, or None where they cannot be had, which is logged once."""
+    library = _library()
+    return Kernels(library, DTYPES[dtype]) if library is not None and dtype in DTYPES else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    why = why_not()
+    if why:
+        log.warning("The engine samples at about half its speed: no kernels, %s. %s", why, INSTALL)
+        return None
+    return ctypes.CDLL(str(built()))
