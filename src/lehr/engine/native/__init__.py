@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching over a paged key-value cache, torch's products and compiled kernels."""
+"""The embedded engine: continuous batching over paged keys and values; compiled kernels between products."""
