@@ -8,6 +8,9 @@ import errno
 import os
 
 CHUNK = 1 << 16
+PAUSE_S = 0.002
+"""How long the next chunk of a program that has written more than will be kept stays in the pipe, so that a flood
+does not keep the host's loop busy (at most 32 MB a second)."""
 
 
 class Capture:
@@ -20,6 +23,7 @@ class Capture:
         self._head = bytearray()
         self._tail = bytearray()
         self.total = 0
+        self._pause: asyncio.TimerHandle | None = None
         self.ended = loop.create_future()
         loop.add_reader(fd, self._on_readable)
 
@@ -34,8 +38,16 @@ class Capture:
             data = b""
         if data:
             self._keep(data)
+            if self.total > 2 * self._half and not self._pause:
+                self._loop.remove_reader(self._fd)
+                self._pause = self._loop.call_later(PAUSE_S, self._resume)
         else:
             self.close()
+
+    def _resume(self) -> None:
+        self._pause = None
+        if self._fd >= 0:
+            self._loop.add_reader(self._fd, self._on_readable)
 
     def _keep(self, data: bytes) -> None:
         self.total += len(data)
@@ -70,6 +82,8 @@ class Capture:
         """Stop reading. Idempotent."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
+            if self._pause:
+                self._pause.cancel()
             os.close(self._fd)
             self._fd = -1
             if not self.ended.done():

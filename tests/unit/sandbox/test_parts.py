@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import struct
@@ -18,7 +19,7 @@ from lehr.sandbox.errors import Refused
 from lehr.sandbox.inside import files
 from lehr.sandbox.places import Place, Places, find_places, mounts, own_paths, sweep
 from lehr.sandbox.pool import Pool
-from lehr.sandbox.streams import Capture, Feeder
+from lehr.sandbox.streams import CHUNK, PAUSE_S, Capture, Feeder
 from lehr.sandbox.verdict import Signs, name
 
 KILLED = -int(signal.SIGKILL)
@@ -142,6 +143,26 @@ def test_capture_gives_back_short_output_whole() -> None:
         assert capture.take() == (b"next", False)
         capture.close()
         os.close(write)
+
+    asyncio.run(run())
+
+
+def test_a_flood_is_taken_at_a_pace_and_the_loop_stays_free() -> None:
+    async def run() -> None:
+        read, write = os.pipe2(os.O_NONBLOCK)
+        loop = asyncio.get_running_loop()
+        capture = Capture(loop, read, 100)
+        turns = 0
+        deadline = loop.time() + 0.2
+        while loop.time() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                os.write(write, b"x" * CHUNK)
+            await asyncio.sleep(0)
+            turns += 1
+        reads = capture.total / CHUNK
+        assert 10 < reads <= 0.2 / PAUSE_S + 2 < turns
+        os.close(write)
+        await asyncio.wait_for(capture.ended, 1.0)
 
     asyncio.run(run())
 
