@@ -9,8 +9,8 @@ import os
 
 CHUNK = 1 << 16
 PAUSE_S = 0.002
-"""How long the next chunk of a program that has written more than will be kept stays in the pipe, so that a flood
-does not keep the host's loop busy (at most 32 MB a second)."""
+"""How long the next chunk of a program stays in the pipe once more has come than is kept, so that a flood
+does not keep the loop busy (at most 32 MB a second)."""
 
 
 class Capture:
