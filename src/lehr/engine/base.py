@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,6 +15,9 @@ from lehr.core.trace import Completion, Sampling, Version
 
 InFlight = Literal["keep", "recompute", "abort"]
 """What happens to the keys and values of running requests when weights are swapped."""
+
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Called in the caller's loop with the new tokens of a step and the log-probability of each."""
 
 
 class EngineError(LehrError, RuntimeError):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight
+from lehr.engine.base import EngineError, EngineStats, InFlight, OnTokens
 from lehr.engine.messages import Allotment
 from lehr.engine.native.engine import FIRST, NativeEngine
 from lehr.engine.native.request import Request
@@ -39,10 +39,19 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A coroutine that waits for a request, and the loop it runs in."""
+    """A coroutine that waits for a request, the loop it runs in, and how many tokens it was told of."""
 
     future: asyncio.Future[Completion]
     loop: asyncio.AbstractEventLoop
+    on_tokens: OnTokens | None = None
+    told: int = 0
+
+    def tell(self, request: Request) -> None:
+        """Pass on what was sampled since the last time."""
+        if self.on_tokens is not None and request.own > self.told:
+            tokens = request.tokens[request.prompt_length + self.told :]
+            _call(self.loop, self.on_tokens, tokens, request.logprobs[self.told :])
+            self.told = request.own
 
 
 class LocalEngine:
@@ -62,6 +71,18 @@ class LocalEngine:
         self, tokens: Sequence[int], sampling: Sampling, *, session: str = "", timeout_s: float = 600.0
     ) -> Completion:
         """Return one completion. A cancelled caller frees the request's blocks before the next step."""
+        return await self.stream(tokens, sampling, None, session=session, timeout_s=timeout_s)
+
+    async def stream(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
+        *,
+        session: str = "",
+        timeout_s: float = 600.0,
+    ) -> Completion:
+        """As :meth:`generate`, telling ``on_tokens`` what each step sampled, all of it before this returns."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         started: list[Request] = []
@@ -71,7 +92,7 @@ class LocalEngine:
                 return
             request = self._native.submit(tokens, sampling, session)
             started.append(request)
-            self._waiters[request] = _Waiter(future, loop)
+            self._waiters[request] = _Waiter(future, loop, on_tokens)
             if request.finished:
                 self._deliver([request])
 
@@ -182,7 +203,10 @@ class LocalEngine:
             try:
                 for command in commands:
                     command()
-                self._deliver(self._native.step())
+                done = self._native.step()
+                for request, waiter in self._waiters.items():
+                    waiter.tell(request)
+                self._deliver(done)
             except Exception as error:  # the boundary: no request may wait for an engine that is gone
                 self._break(error)
                 return
@@ -191,6 +215,7 @@ class LocalEngine:
         for request in done:
             waiter = self._waiters.pop(request, None)
             if waiter is not None:
+                waiter.tell(request)
                 _call(waiter.loop, _set, waiter.future, request.completion(), None)
 
     def _break(self, error: Exception) -> None:

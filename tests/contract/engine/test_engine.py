@@ -5,7 +5,7 @@ its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -178,3 +178,30 @@ def test_abort_and_allot_over_the_wire(folder: Path, tmp_path: Path) -> None:
         assert done.stop == "abort" and len(done.tokens) > 0
 
     check("remote", folder, tmp_path, what)
+
+
+def test_tokens_are_told_as_they_are_sampled(folder: Path) -> None:
+    async def go() -> None:
+        engine = open_engine(folder, SMALL)
+        told: list[list[int]] = []
+        logprobs: list[float] = []
+
+        def on_tokens(tokens: Sequence[int], values: Sequence[float]) -> None:
+            told.append(list(tokens))
+            logprobs.extend(values)
+
+        try:
+            done = await engine.stream(PROMPT, Sampling(temperature=0, max_tokens=9), on_tokens)
+            assert [t for tokens in told for t in tokens] == done.tokens.tolist()
+            assert np.allclose(logprobs, done.logprobs) and len(told) > 1
+            told.clear()
+            running = asyncio.create_task(engine.stream(PROMPT, ENDLESS, on_tokens, session="long"))
+            while len(told) < 3:
+                await asyncio.sleep(0.01)
+            await engine.abort("long")
+            ended = await running
+            assert ended.stop == "abort" and [t for tokens in told for t in tokens] == ended.tokens.tolist()
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(go(), 120))
