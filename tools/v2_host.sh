@@ -21,7 +21,7 @@ mkdir -p root/opt/lehr/site
 rm -rf root/opt/lehr/src
 cp -r "$here/src" root/opt/lehr/src
 for name in annotated_types click pydantic pydantic_core pyseccomp.py rich typing_extensions.py typing_inspection \
-  markdown_it mdurl pygments psutil; do cp -r "$site/$name" root/opt/lehr/site/; done
+  markdown_it mdurl numpy numpy.libs pygments psutil; do cp -r "$site/$name" root/opt/lehr/site/; done
 cp -r "$site"/lehr-*.dist-info root/opt/lehr/site/
 # under emulation everything takes ten to thirty times as long
 sed -i 's/^CASE_S = .*/CASE_S = 600.0/' root/opt/lehr/src/lehr/app/commands/sandbox.py

@@ -48,6 +48,8 @@ class EngineStats:
     own_tokens: int
     busy_s: float
     steps: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Engine(Protocol):

@@ -114,6 +114,8 @@ class Router:
             own_tokens=sum(s.own_tokens for s in found),
             busy_s=sum(s.busy_s for s in found) / len(found),
             steps=sum(s.steps for s in found),
+            drafted_tokens=sum(s.drafted_tokens for s in found),
+            accepted_tokens=sum(s.accepted_tokens for s in found),
         )
 
     async def close(self) -> None:

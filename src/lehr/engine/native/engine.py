@@ -20,6 +20,7 @@ from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
+from lehr.engine.native.drafts import Drafter
 from lehr.engine.native.fused import FusedForward, short
 from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.packing import pack
@@ -74,6 +75,7 @@ class NativeEngine:
         )
         self._ids = itertools.count(1)
         self._prompt_tokens = self._cached_tokens = self._own_tokens = self._steps = 0
+        self._drafted_tokens = self._accepted_tokens = 0
         self._busy_s = 0.0
         self.computed_tokens = 0
 
@@ -92,6 +94,8 @@ class NativeEngine:
         self._check(prompt, sampling)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
+        if self.config.draft_tokens:
+            request.drafter = Drafter(request.tokens, self.config.draft_tokens)
         self._prompt_tokens += len(prompt)
         if sampling.max_tokens == 0:
             request.stop = "length"
@@ -148,7 +152,7 @@ class NativeEngine:
         pieces = _in_row_order(pieces)
         done = self._finish(pieces, self._forward(pieces))
         self._steps += 1
-        self.computed_tokens += sum(p.count for p in pieces)
+        self.computed_tokens += sum(p.rows for p in pieces)
         self._busy_s += time.perf_counter() - started
         pool = self._scheduler.pool
         if pool.free + pool.cached + pool.held != pool.total:
@@ -159,7 +163,7 @@ class NativeEngine:
         return done
 
     def _forward(self, pieces: list[Piece]) -> torch.Tensor:
-        """Compute the pieces and return the hidden states of the last token of each, ``[N, D]``."""
+        """Compute the pieces; return the hidden states of the last token of each and of its draft, ``[N, D]``."""
         parts: list[torch.Tensor] = []
         for some in _slices(pieces):
             parts.append(self._forward_slice(some))
@@ -173,9 +177,10 @@ class NativeEngine:
             if request.slot is None:
                 raise EngineError(f"request {request.id} was planned without a row")
             request.started = request.started or time.monotonic()
-            spans.append(Span(request.slot, start, piece.count, len(tokens)))
+            spans.append(Span(request.slot, start, piece.rows, len(tokens)))
             tokens.extend(request.tokens[start : start + piece.count])
-        singles = sum(1 for p in pieces if p.count == 1)
+            tokens.extend(piece.draft)
+        singles = sum(1 for p in pieces if p.rows == 1)
         if self._fused:
             hidden_TD = self._fused.hidden(tokens, spans)
         else:
@@ -184,19 +189,29 @@ class NativeEngine:
             hidden_TD = self._decoder.hidden(torch.tensor(tokens), torch.tensor(positions), attention)
         if singles == len(spans):
             return hidden_TD
-        return hidden_TD[torch.tensor([s.offset + s.count - 1 for s in spans])]
+        wanted = [
+            row
+            for piece, span in zip(pieces, spans, strict=True)
+            for row in range(span.offset + piece.count - 1, span.offset + piece.rows)
+        ]
+        return hidden_TD if len(wanted) == len(tokens) else hidden_TD[torch.tensor(wanted)]
 
     def _finish(self, pieces: list[Piece], last_ND: torch.Tensor) -> list[Request]:
         """Draw where a prompt or a token is complete, and end the requests that are done."""
-        complete = [i for i, p in enumerate(pieces) if p.count == p.request.remaining]
+        ready: list[Piece] = []
+        rows: list[int] = []
+        row = 0
+        for piece in pieces:
+            if piece.count == piece.request.remaining:
+                ready.append(piece)
+                rows.extend(range(row, row + 1 + len(piece.draft)))
+            row += 1 + len(piece.draft)
         for piece in pieces:
             piece.request.computed += piece.count
-        ready = [pieces[i].request for i in complete]
-        for piece in pieces:
             self._publish(piece.request)
         if not ready:
             return []
-        drawn = self._draw(last_ND if len(ready) == len(pieces) else last_ND[complete], ready)
+        drawn = self._draw(last_ND if len(rows) == row else last_ND[rows], ready)
         if not all(map(math.isfinite, drawn.kept_mass)):
             raise EngineError(
                 f"the model of version {self.version} gives logits that are not finite",
@@ -204,25 +219,52 @@ class NativeEngine:
                 hint="Look at the run's last steps, or take an earlier checkpoint.",
             )
         done: list[Request] = []
-        packed = self.version.packed
-        for i, request in enumerate(ready):
-            if request.own == 0:
-                self._cached_tokens += request.cached_tokens
-            request.tokens.append(drawn.tokens[i])
-            request.logprobs.append(drawn.logprobs[i])
-            request.raw_logprobs.append(drawn.raw_logprobs[i])
-            request.kept_mass.append(drawn.kept_mass[i])
-            request.versions.append(packed)
-            if self._ends(request):
-                self._scheduler.drop(request)
-                done.append(request)
-        self._own_tokens += len(ready)
+        first = 0
+        for piece in ready:
+            if piece.request.own == 0:
+                self._cached_tokens += piece.request.cached_tokens
+            if self._take(piece, drawn, first):
+                self._scheduler.drop(piece.request)
+                done.append(piece.request)
+            first += 1 + len(piece.draft)
         return done
 
-    def _draw(self, last_ND: torch.Tensor, ready: list[Request]) -> Drawn:
-        """Draw the next token of each request from its last hidden state."""
-        where = uniform([r.seed for r in ready], [r.own for r in ready])
-        settings = [r.sampling for r in ready]
+    def _take(self, piece: Piece, drawn: Drawn, first: int) -> bool:
+        """Append what was drawn for a piece, as far as its draft was right. Return whether the request ends."""
+        request = piece.request
+        packed = self.version.packed
+        taken, ends = 0, False
+        for row in range(first, first + 1 + len(piece.draft)):
+            request.tokens.append(drawn.tokens[row])
+            request.logprobs.append(drawn.logprobs[row])
+            request.raw_logprobs.append(drawn.raw_logprobs[row])
+            request.kept_mass.append(drawn.kept_mass[row])
+            request.versions.append(packed)
+            taken += 1
+            ends = self._ends(request)
+            if ends or row == first + len(piece.draft) or drawn.tokens[row] != piece.draft[row - first]:
+                break
+            request.computed += 1
+        self._own_tokens += taken
+        if piece.draft and request.drafter:
+            self._drafted_tokens += len(piece.draft)
+            self._accepted_tokens += taken - 1
+            request.drafter.learn(len(piece.draft), taken - 1)
+            if not ends:
+                self._scheduler.publish(request)
+        return ends
+
+    def _draw(self, last_ND: torch.Tensor, ready: list[Piece]) -> Drawn:
+        """Draw a token from each hidden state: of each piece, one after its last token and its draft's."""
+        seeds: list[int] = []
+        positions: list[int] = []
+        settings: list[Sampling] = []
+        for piece in ready:
+            request, count = piece.request, 1 + len(piece.draft)
+            seeds += [request.seed] * count
+            positions += range(request.own, request.own + count)
+            settings += [request.sampling] * count
+        where = uniform(seeds, positions)
         if self._kernels and not any(map(filters, settings)):
             return draw_whole(self._kernels, self._decoder.head(last_ND), settings, where)
         return draw(self._decoder.logits(last_ND), settings, where)
@@ -298,6 +340,8 @@ class NativeEngine:
             own_tokens=self._own_tokens,
             busy_s=self._busy_s,
             steps=self._steps,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
 
@@ -308,11 +352,11 @@ def _slices(pieces: list[Piece]) -> list[list[Piece]]:
     slices: list[list[Piece]] = [[]]
     tokens = 0
     for piece in pieces:
-        if slices[-1] and piece.count > 1 and tokens + piece.count > _SLICE_TOKENS:
+        if slices[-1] and piece.rows > 1 and tokens + piece.rows > _SLICE_TOKENS:
             slices.append([])
             tokens = 0
         slices[-1].append(piece)
-        tokens += piece.count
+        tokens += piece.rows
     return slices
 
 
@@ -321,8 +365,8 @@ def _in_row_order(pieces: list[Piece]) -> list[Piece]:
 
     def place(piece: Piece) -> tuple[int, int, int]:
         slot = piece.request.slot
-        if slot is None or piece.count > 1:
-            return (1 if short(piece.request.computed, piece.count) else 2, 0, 0)
+        if slot is None or piece.rows > 1:
+            return (1 if short(piece.request.computed, piece.rows) else 2, 0, 0)
         return (0, slot.lane.capacity, slot.row)
 
     return sorted(pieces, key=place)

@@ -17,13 +17,14 @@ from lehr.engine.native.kernels.load import Kernels
 from lehr.model.decoder import Decoder, Layer
 from lehr.model.rotary import angles
 
-SHORT = 256
-"""Positions up to which each new token of a chunk goes over all keys by itself, rather than as one product."""
+SHORT, FEW = 256, 16
+"""Positions and new tokens up to which each new token of a chunk goes over all keys by itself, rather than all
+of them as one product."""
 
 
 def short(start: int, count: int) -> bool:
     """Whether a span's attention is left to the kernel."""
-    return count == 1 or start + count <= SHORT
+    return count <= FEW or start + count <= SHORT
 
 
 class FusedForward:

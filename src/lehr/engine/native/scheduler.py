@@ -15,13 +15,22 @@ from lehr.engine.native.cache import BLOCK, BlockPool, link
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
 
+DRAFTED_ROWS = 64
+"""Tokens in a step up to which drafts are added: beyond, a row costs about as much as it saves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``count`` tokens of a request, to be computed in a step."""
+    """``count`` tokens of a request, to be computed in a step, and perhaps a draft of what follows them."""
 
     request: Request
     count: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the model sees."""
+        return self.count + len(self.draft)
 
 
 class Scheduler:
@@ -48,18 +57,31 @@ class Scheduler:
     def plan(self) -> list[Piece]:
         """Return what the next step computes, with blocks and rows in place. Empty only when idle."""
         pieces: list[Piece] = []
-        budget = self.token_budget
-        for request in [r for r in self.running if r.remaining == 1]:
-            if request in self.running and self._grow(request, len(request.tokens)):
-                pieces.append(Piece(request, 1))
-                budget -= 1
-        pieces = [p for p in pieces if p.request.slot is not None]
+        decoding = [r for r in self.running if r.remaining == 1]
+        for request in decoding:
+            if request in self.running:
+                self._grow(request, len(request.tokens))
+        decoding = [r for r in decoding if r.slot is not None]
+        room = DRAFTED_ROWS // max(1, len(decoding)) - 1
+        for request in decoding:
+            pieces.append(Piece(request, 1, self._draft(request, room)))
+        budget = self.token_budget - sum(p.rows for p in pieces)
         for request in list(self.running):
             if budget > 0 and request.slot is not None and request.remaining > 1:
                 pieces.append(Piece(request, min(request.remaining, budget)))
                 budget -= pieces[-1].count
         self._admit(pieces, budget)
         return pieces
+
+    def _draft(self, request: Request, room: int) -> tuple[int, ...]:
+        """Return a draft that fits what the request may still sample, and blocks that nobody waits for."""
+        if request.drafter is None:
+            return ()
+        room = min(room, request.sampling.max_tokens - request.own - 1)
+        drafted = tuple(request.drafter.draft(room))
+        while len(request.blocks) < blocks_for(len(request.tokens) + len(drafted)) and self.pool.free:
+            request.blocks.append(self.pool.allot())
+        return drafted[: len(request.blocks) * BLOCK - len(request.tokens)]
 
     def _admit(self, pieces: list[Piece], budget: int) -> None:
         passed: list[Request] = []
@@ -123,8 +145,8 @@ class Scheduler:
             self._pending.setdefault(name, request)
         return True
 
-    def _grow(self, request: Request, length: int) -> bool:
-        """Give a request room for ``length`` tokens, at the cost of younger ones. False if it was sent back."""
+    def _grow(self, request: Request, length: int) -> None:
+        """Give a request room for ``length`` tokens, at the cost of the youngest, which may be itself."""
         while len(request.blocks) < blocks_for(length):
             if self.pool.available:
                 request.blocks.append(self.pool.allot())
@@ -133,8 +155,7 @@ class Scheduler:
             self.send_back(youngest)
             self.preemptions += 1
             if youngest is request:
-                return False
-        return True
+                return
 
     def publish(self, request: Request, *, everything: bool = False) -> None:
         """Make findable what a request has computed: whole blocks, and the partial last block when the

@@ -17,6 +17,9 @@ class NativeConfig(Config):
     one keeps decoding requests from waiting for the prompts of others."""
     cache_tokens: int = Field(default=32768, ge=16, lt=1 << 31)
     """Tokens whose keys and values the block pool can hold, for running requests and prefixes together."""
+    draft_tokens: int = Field(default=0, ge=0, le=64)
+    """Tokens drafted at most per request and step (speculative decoding); 0 is off. Changes how many steps a
+    completion takes, never its distribution. Pays where text repeats itself and few requests run."""
     kernels: bool = True
     """Use compiled kernels where there is a C++ compiler; without them the engine is about half as fast."""
     dtype: Dtype = "auto"
