@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 LONGEST, SHORTEST = 4, 2
 """Tokens whose earlier occurrence is looked for: the longest first."""
@@ -22,9 +23,21 @@ PATIENCE = 8
 """Tokens without a draft after one that was wrong from its first token."""
 
 
+class DraftSource(Protocol):
+    """Where the drafts of one request come from."""
+
+    def draft(self, room: int) -> list[int]:
+        """Return up to ``room`` tokens that may follow the request's; often none."""
+        ...
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Take note of how much of the last draft was accepted."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Drafter:
-    """Drafts for one request. The number drafted doubles while all of them are accepted, and falls with the
+    """Looks drafts up in the request's text. The number drafted doubles while all of them are accepted, and falls with the
     first that is not, so that text without repetition costs next to nothing. ``tokens`` is the request's own
     list, which grows.
     """

@@ -13,7 +13,7 @@ import numpy as np
 
 from lehr.core.errors import LehrError
 from lehr.core.trace import Completion, KvPolicy, Sampling, StopReason
-from lehr.engine.native.drafts import Drafter
+from lehr.engine.native.drafts import DraftSource
 from lehr.engine.native.rows import Slot
 
 
@@ -45,7 +45,7 @@ class Request:
     kept: bool = False
     ever_kept: bool = False
     cached_tokens: int = 0
-    drafter: Drafter | None = None
+    drafter: DraftSource | None = None
     tail: bytes = b""
     stop: StopReason | None = None
     error: LehrError | None = None
