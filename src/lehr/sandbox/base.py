@@ -66,6 +66,11 @@ class Limits:
         """Raise ``ConfigError`` for what no box can have: file systems take a size of 0 for no limit."""
         for name, least in LEAST.items():
             value = getattr(self, name)
+            whole = isinstance(least, int)
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                raise ConfigError(
+                    f"a box cannot have {name} = {value!r}", expected=f"{'a whole number' if whole else 'a number'}"
+                )
             if not value >= least:
                 raise ConfigError(f"a box cannot have {name} = {value}", expected=f"at least {least}")
             if value > MOST[name]:

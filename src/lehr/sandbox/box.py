@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lehr.sandbox import collect, egress, image, verdict
+from lehr.core.errors import ConfigError
 from lehr.sandbox.base import Entry, ExecResult, Opening, Snapshot, Spec
 from lehr.sandbox.channel import Answer, Channel, ChannelLost
 from lehr.sandbox.errors import Absent, Refused, SandboxError
@@ -80,6 +81,8 @@ class RunnerBox:
         """Run a program to its end; see :meth:`lehr.sandbox.base.Box.exec`."""
         if isinstance(argv, str):
             raise TypeError(f"argv is the string {argv!r}; expected a list such as ['sh', '-c', {argv!r}]")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ConfigError(f"a program cannot have timeout_s = {timeout_s}", expected="seconds above 0")
         if not argv or any("\0" in part for part in (*argv, cwd, *(env or {}), *(env or {}).values())):
             raise SandboxError(f"cannot run {list(argv)!r}", expected="a program and arguments without NUL")
         async with self._turn:
@@ -227,8 +230,10 @@ class RunnerBox:
 
     async def write(self, path: str, data: bytes) -> None:
         """Create or replace a regular file; see the protocol."""
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(f"data for {path!r} is of type {type(data).__name__}; expected bytes")
         async with self._turn:
-            await self._ask({"op": "write", "path": path, "mode": 0o644}, path, (), data)
+            await self._ask({"op": "write", "path": path, "mode": 0o644}, path, (), bytes(data))
 
     async def read(self, path: str, *, limit_bytes: int = 1 << 20) -> bytes:
         """Return a regular file's content; see the protocol."""
@@ -256,7 +261,9 @@ class RunnerBox:
     async def _ask(
         self, request: dict[str, Any], path: str, fds: Sequence[int] = (), payload: bytes = b""
     ) -> Answer:
-        if "\0" in path or not _is_encodable(path):
+        if not isinstance(path, str):
+            raise TypeError(f"the path {path!r} is of type {type(path).__name__}; expected str")
+        if not path or "\0" in path or not _is_encodable(path):
             raise Refused(f"cannot use the path {path!r}", expected="a path without NUL and lone surrogates")
         try:
             async with asyncio.timeout(10.0):
@@ -367,8 +374,11 @@ class FileSnapshot:
 
 
 def pipe(ends: contextlib.ExitStack) -> tuple[int, int]:
-    """Return a pipe whose ends are closed with ``ends``."""
+    """Return a pipe whose ends are closed with ``ends``. Who holds an end may open it again by its name, as
+    ``echo x > /dev/stderr`` does: only its holders have that name.
+    """
     read, write = os.pipe2(os.O_CLOEXEC)
+    os.fchmod(read, 0o666)
     ends.callback(close_quietly, read)
     ends.callback(close_quietly, write)
     return read, write

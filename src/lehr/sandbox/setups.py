@@ -35,6 +35,11 @@ class SetupStep:
     run: tuple[str, ...]
     timeout_s: float
 
+    def __post_init__(self) -> None:
+        """Raise ``TypeError`` for one command that is not in a tuple: its letters would be commands."""
+        if isinstance(self.run, str):
+            raise TypeError(f"run is the string {self.run!r}; expected a tuple such as ({self.run!r},)")
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:

@@ -82,6 +82,8 @@ class PipeShell:
         number, answer = channel.expect()
         pairs = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]
         (out, out_w), (err, err_w), (command_r, command), (status, status_w) = pairs
+        for fd in (out, err):
+            os.fchmod(fd, 0o666)  # may be opened by name, as in `echo x > /dev/stderr`; the other two may not
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         if terminal:
             for fd in (out, out_w, err_w, null):

@@ -532,3 +532,25 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_caller_who_passes_the_wrong_type_is_told_and_the_box_lives_on() -> None:
+    async def use(box: RunnerBox) -> None:
+        for path, data in (("a", "text"), ("a", None), (Path("a"), b"x")):
+            with pytest.raises(TypeError, match="expected"):
+                await box.write(path, data)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(Refused, match="''"):
+            await box.write("", b"x")
+        for seconds in (0, -1, float("nan")):
+            with pytest.raises(ConfigError, match="timeout_s"):
+                await box.exec(["true"], timeout_s=seconds)
+        await box.write("a", bytearray(b"still here"))
+        assert (await box.exec(["cat", "a"])).stdout == b"still here"
+
+    in_box(use)
+
+
+@pytest.mark.parametrize("wrong", [{"pids": 1.5}, {"memory_bytes": "64M"}, {"wall_s": None}, {"cpu": True}])
+def test_limits_of_the_wrong_type_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Limits(**wrong)

@@ -56,7 +56,7 @@ def sandbox() -> None:
     """Run one command in a box, check what this host isolates, trace what a run did in its boxes."""
 
 
-@sandbox.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@sandbox.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("--memory", default="512M", show_default=True, help="Memory of all its processes together.")
 @click.option("--timeout", default=10.0, show_default=True, type=Seconds(), help="Seconds.")
 @click.option("--disk", default="64M", show_default=True, help="What it may write.")

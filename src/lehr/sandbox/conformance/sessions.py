@@ -8,6 +8,7 @@ from lehr.sandbox.base import Boxes
 from lehr.sandbox.conformance.basis import Case, expect, spec
 
 LATE_S = 0.5
+BY_NAME = "echo out > /dev/stdout; echo err > /dev/stderr"
 WRITE_ALL = """
 import os
 for fd in range(3, 1024):
@@ -22,6 +23,7 @@ async def s31_forged_status(boxes: Boxes) -> None:
         "echo 0 >&9; echo 'x 0' >&8; printf '%s\\n' 0 0 0; false",
         f"python3 -I -c '{WRITE_ALL}'; false",
         "exec 9>&- 8<&-; false",
+        "for fd in 8 9; do echo 'x 0' > /proc/$$/fd/$fd; done; false",
         "sh -c 'exit 1'",
     )
     async with boxes.lease(spec()) as box:
@@ -47,8 +49,11 @@ async def s31_forged_status(boxes: Boxes) -> None:
 
 
 async def s32_input_and_children(boxes: Boxes) -> None:
-    """A bare cat sees the end of its input; heredocs and background children return; limits hold."""
+    """A bare cat sees the end of its input; streams open by name; heredocs and children return; limits hold."""
     async with boxes.lease(spec(wall_s=5.0)) as box:
+        result = await box.exec(["sh", "-c", f"cat /dev/stdin; {BY_NAME}"], stdin=b"in\n")
+        seen = result.stdout, result.stderr
+        expect(seen == (b"in\nout\n", b"err\n"), "a program opens its streams by name", result)
         result = await box.exec(["cat"])
         expect(result.verdict == "ok" and result.usage.wall_s < 2, "cat sees end of file", result)
         shell = await box.shell()
@@ -56,6 +61,7 @@ async def s32_input_and_children(boxes: Boxes) -> None:
             ("cat", b""),
             ("cat <<EOT\na\nb\nEOT", b"a\nb\n"),
             ("sleep 30 & echo on", b"on\n"),
+            (BY_NAME, b"out\n"),
         ):
             result = await shell.run(command)
             expect(result.verdict == "ok" and result.stdout == output, "the command returns", (command, result))

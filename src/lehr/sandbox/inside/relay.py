@@ -194,6 +194,9 @@ class Relay(Runner):
                     theirs.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
                     continue
                 read, write = os.pipe2(os.O_CLOEXEC)
+                if place < 3:
+                    with contextlib.suppress(PermissionError):  # gVisor's pipes have no mode and need none
+                        os.fchmod(read, 0o666)  # may be opened by name, as in `echo x > /dev/stderr`
                 theirs.append(read if place in INPUTS else write)
                 ours[Stream(request["id"], place)] = write if place in INPUTS else read
             started = programs.start(request, theirs, self.spent(), apart=self.apart)
