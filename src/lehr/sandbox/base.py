@@ -69,7 +69,8 @@ class Limits:
             whole = isinstance(least, int)
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise ConfigError(
-                    f"a box cannot have {name} = {value!r}", expected=f"{'a whole number' if whole else 'a number'}"
+                    f"a box cannot have {name} = {value!r}",
+                    expected=f"{'a whole number' if whole else 'a number'}",
                 )
             if not value >= least:
                 raise ConfigError(f"a box cannot have {name} = {value}", expected=f"at least {least}")
