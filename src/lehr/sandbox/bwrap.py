@@ -22,6 +22,7 @@ from lehr.sandbox.box import FileSnapshot, RunnerBox
 from lehr.sandbox.channel import Channel, ChannelLost
 from lehr.sandbox.egress import Rule
 from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.images.halt import in_thread, shared
 from lehr.sandbox.launch import PATH, Process
 from lehr.sandbox.places import Places, find_places
 from lehr.sandbox.zygote import READY_S, Layers, Zygote
@@ -140,14 +141,16 @@ class BwrapBackend:
 
     async def _find(self, name: str) -> roots.Image:
         """Return the image of a name, looked for once at a time: one that has to be built takes minutes, goes
-        on when who asked is cancelled, and holds no box of another image up.
+        on when who asked is cancelled, and holds no box of another image up. :meth:`close` ends it.
         """
+        if self._closed:
+            raise SandboxError("the backend is closed")
         finding = self._finding.get(name)
         if finding is None:
-            finding = asyncio.get_running_loop().create_task(asyncio.to_thread(roots.find, name))
+            finding = asyncio.get_running_loop().create_task(in_thread(roots.find, name))
             self._finding[name] = finding
             finding.add_done_callback(lambda done: self._forget(name, done))
-        return await asyncio.shield(finding)
+        return await shared(finding, f"the search for the image {name}")
 
     def _forget(self, name: str, done: asyncio.Task[roots.Image]) -> None:
         del self._finding[name]
@@ -195,8 +198,12 @@ class BwrapBackend:
         return dict(zip(answer.header["gives"], answer.fds, strict=True))
 
     async def close(self) -> None:
-        """Destroy every box that is left."""
+        """Destroy every box that is left, and end what is being built."""
         self._closed = True
+        finding = list(self._finding.values())
+        for task in finding:
+            task.cancel()
+        await asyncio.gather(*finding, return_exceptions=True)
         await asyncio.gather(*(box.destroy() for box in list(self._boxes)))
         async with self._hatching:
             for zygote in self._zygotes.values():

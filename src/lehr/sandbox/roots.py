@@ -12,13 +12,16 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import image
 from lehr.sandbox.images import declaration, digests, store
+from lehr.sandbox.images import halt as halting
 from lehr.sandbox.images.build import Ground, Say, build
 from lehr.sandbox.images.declaration import OWN, Declared
 from lehr.sandbox.images.store import DIGITS
@@ -47,14 +50,15 @@ class Image:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def find(name: str) -> Image:
+def find(name: str, halt: Event | None = None) -> Image:
     """Return the image of a name; a declared one is built unless it was, which may take minutes.
 
-    Raises ``MissingDependency`` or ``HostUnfit`` with the next step, and what :func:`build` raises.
+    halt: see :func:`make`. Raises ``MissingDependency`` or ``HostUnfit`` with the next step, and what
+    :func:`build` raises.
     """
     if name == HOST:
         return _of_host()
-    ground = make(name)
+    ground = make(name, halt=halt)
     if ground.root is None:
         raise HostUnfit(f"the image {name!r} is empty", expected="an image with a root folder")
     if not ground.host:
@@ -65,20 +69,21 @@ def find(name: str) -> Image:
     return Image(name, host.python, arguments, own=True, env=ground.env)
 
 
-def make(name: str, say: Say = lambda _: None) -> Ground:
+def make(name: str, say: Say = lambda _: None, halt: Event | None = None) -> Ground:
     """Unpack or build the image of a name unless that was done; return its root folder and what names it.
 
-    say: hears what is done. Raises as :func:`find` does.
+    say: hears what is done. halt: set by another thread, it ends that at once with ``Halted``. Raises as
+    :func:`find` does.
     """
     kind, colon, path = name.partition(":")
     if name == HOST:
         return Ground(digests.of_host(), None, host=True)
     if colon and kind in KINDS:
-        root = unpack(kind, Path(path))
+        root = unpack(kind, Path(path), halt)
         return Ground(root.parent.name, root, host=False)
     if declaration.is_declared(name):
         declared = declaration.read(name)
-        return Ground.of(build(declared, make(declared.layer.base, say), say))
+        return Ground.of(build(declared, make(declared.layer.base, say, halt), say, halt))
     if name.startswith("/"):
         _refuse(name, Path(name))
         return Ground(digests.of_root(Path(name)), Path(name), host=False)
@@ -96,12 +101,12 @@ def digest_of(declared: Declared) -> str:
     return digests.of_image(declared, make(base).digest)
 
 
-def identity(name: str) -> str:
-    """Return what names the content of an image. Makes it, as :func:`find` does; the name itself where only a
+def identity(name: str, halt: Event | None = None) -> str:
+    """Return what names the content of an image. Makes it, as :func:`make` does; the name itself where only a
     backend can know it.
     """
     unknown = declaration.is_declared(name) and declaration.locate(name) is None
-    return name if unknown else make(name).digest
+    return name if unknown else make(name, halt=halt).digest
 
 
 def _of_host() -> Image:
@@ -183,8 +188,9 @@ def _digest(archive: Path) -> str:
         raise HostUnfit(f"cannot read the image {archive}: {error.strerror}", expected="an archive") from error
 
 
-def unpack(kind: str, archive: Path) -> Path:
+def unpack(kind: str, archive: Path, halt: Event | None = None) -> Path:
     """Return the root folder of an archive, unpacked unless that was done before."""
+    halt = halt or Event()
     digest = _digest(archive)
     place = store.images_folder() / digest[:DIGITS]
     root = place / store.ROOT
@@ -200,9 +206,13 @@ def unpack(kind: str, archive: Path) -> Path:
     store.make_ready()
     with store.building(digest) as folder:
         layout = f"{folder}/layout:image"
-        _do([skopeo, "--insecure-policy", "copy", "-q", f"{KINDS[kind]}:{archive}", f"oci:{layout}"], archive)
+        _do(
+            [skopeo, "--insecure-policy", "copy", "-q", f"{KINDS[kind]}:{archive}", f"oci:{layout}"],
+            archive,
+            halt,
+        )
         rootless = [] if os.geteuid() == 0 else ["--rootless"]
-        _do([umoci, "unpack", *rootless, "--image", layout, f"{folder}/bundle"], archive)
+        _do([umoci, "unpack", *rootless, "--image", layout, f"{folder}/bundle"], archive, halt)
         os.chmod(folder, 0o755)
         os.chmod(f"{folder}/bundle", 0o755)
         try:
@@ -213,11 +223,14 @@ def unpack(kind: str, archive: Path) -> Path:
     return root
 
 
-def _do(command: list[str], archive: Path) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=UNPACK_S)
-    except subprocess.TimeoutExpired as error:
-        raise HostUnfit(f"unpacking {archive} took more than {UNPACK_S:g} s") from error
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip()[-300:]
+def _do(command: list[str], archive: Path, halt: Event) -> None:
+    with tempfile.TemporaryFile() as printed:
+        status = halting.run(
+            command, halt, UNPACK_S, f"unpacking {archive}", stdout=subprocess.DEVNULL, stderr=printed
+        )
+        printed.seek(0)
+        said = printed.read().decode(errors="replace").strip()[-300:]
+    if status is None:
+        raise HostUnfit(f"unpacking {archive} took more than {UNPACK_S:g} s")
+    if status != 0:
         raise HostUnfit(f"cannot unpack the image {archive}: {said}", expected="an OCI or docker archive")

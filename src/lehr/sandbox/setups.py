@@ -14,10 +14,12 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from lehr.sandbox import roots
 from lehr.sandbox.base import Box, Boxes, ExecResult, Snapshot, Spec
 from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.images.halt import in_thread, shared
 from lehr.sandbox.lease import on_behalf_of
 
 MOST = 64
@@ -147,10 +149,10 @@ class SetUps:
         self._open()
         finding = self._images.get(name)
         if finding is None:
-            finding = asyncio.get_running_loop().create_task(asyncio.to_thread(roots.identity, name))
+            finding = asyncio.get_running_loop().create_task(in_thread(roots.identity, name))
             self._images[name] = finding
             finding.add_done_callback(lambda done: self._keep_image(name, done))
-        return await asyncio.shield(finding)
+        return await shared(finding, f"the search for the image {name}")
 
     def _keep_image(self, name: str, done: asyncio.Task[str]) -> None:
         if done.cancelled() or done.exception() is not None:
@@ -246,9 +248,9 @@ class SetUps:
         await state.snapshot.discard()
 
     async def close(self) -> None:
-        """Stop what runs and discard every state."""
+        """Stop what runs, a build of an image too, and discard every state."""
         self._closed = True
-        tasks = list(self._tasks)
+        tasks: list[asyncio.Task[Any]] = [*self._tasks, *self._images.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +22,9 @@ from lehr.core.errors import ConfigError, HostUnfit
 from lehr.sandbox import roots
 from lehr.sandbox.base import Limits, Spec
 from lehr.sandbox.bwrap import BwrapBackend
+from lehr.sandbox.errors import SandboxError
 from lehr.sandbox.images import build, declaration, digests, merge, store, workshop
+from lehr.sandbox.images.halt import Halted
 from lehr.sandbox.images.workshop import BuildFailed
 
 USER = 12_345
@@ -447,6 +451,101 @@ def test_a_box_that_waits_for_a_build_holds_no_other_up_and_a_cancelled_wait_no_
 
     asyncio.run(run())
     assert len(store.kept()) == 1
+
+
+def begun_build(home: Path) -> str:
+    """Declare an image with a step that sleeps; return what marks its processes."""
+    mark = f"30.{os.getpid()}{time.monotonic_ns()}"
+    declare(home, f'[base]\nrun = ["echo half > /opt/half; sleep {mark} & sleep {mark}"]')
+    return mark
+
+
+def marked(mark: str) -> list[str]:
+    found: list[str] = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (said := place.read_bytes()):
+                found.append(said.decode(errors="replace"))
+    return found
+
+
+def wait_for_step(mark: str) -> None:
+    until = time.monotonic() + 20
+    while not (list(store.images_folder().glob("building-*/merged/opt/half")) and marked(f"sleep\0{mark}")):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_ctrl_c_ends_a_build_that_a_box_waits_for(home: Path, closes: bool) -> None:
+    mark = begun_build(home)
+
+    async def run() -> None:
+        backend = BwrapBackend()
+        making = asyncio.create_task(backend.create(Spec(image="env")))
+        await asyncio.to_thread(wait_for_step, mark)
+        making.cancel()
+        if closes:
+            await backend.close()
+
+    begun = time.monotonic()
+    asyncio.run(run())  # a loop that ends waits for its threads
+    assert time.monotonic() - begun < 10
+    assert marked(mark) == []
+    assert [path.name for path in store.images_folder().iterdir()] == ["logs"]
+
+
+def test_who_waits_for_a_build_that_is_ended_is_told(home: Path) -> None:
+    mark = begun_build(home)
+
+    async def run() -> None:
+        backend = BwrapBackend()
+        making = asyncio.create_task(backend.create(Spec(image="env")))
+        await asyncio.to_thread(wait_for_step, mark)
+        await backend.close()
+        with pytest.raises(SandboxError, match="search for the image env was stopped"):
+            await making
+        with pytest.raises(SandboxError, match="the backend is closed"):
+            await backend.create(Spec(image="env"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_that_builds(home: Path, number: signal.Signals) -> None:
+    mark = begun_build(home)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    builder = subprocess.Popen([sys.executable, "-m", "lehr", "images", "build", "env:base"], env=env)
+    wait_for_step(mark)
+    builder.send_signal(number)
+    assert builder.wait(5) == 128 + number
+    assert marked(mark) == []
+    assert [path.name for path in store.images_folder().iterdir()] == ["logs"]
+
+
+def test_a_wait_for_another_builder_ends_at_once(home: Path) -> None:
+    mark = begun_build(home)
+    first, second = threading.Event(), threading.Event()
+    said: list[str] = []
+    caught: list[str] = []
+
+    def build_it(halt: threading.Event) -> None:
+        try:
+            roots.make("env", said.append, halt)
+        except Halted as error:
+            caught.append(str(error))
+
+    threads = [threading.Thread(target=build_it, args=(halt,)) for halt in (first, second)]
+    threads[0].start()
+    wait_for_step(mark)
+    threads[1].start()
+    while not any("another process" in line for line in said):
+        time.sleep(0.01)
+    for halt, thread, words in ((second, threads[1], "the wait for"), (first, threads[0], "the build of")):
+        halt.set()
+        thread.join(5)
+        assert not thread.is_alive() and caught.pop().startswith(words)
+    assert marked(mark) == []
 
 
 @needs_root

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 from lehr.core.errors import ConfigError, DeadlineExceeded, HostUnfit, MissingDependency
 from lehr.sandbox import image
 from lehr.sandbox.images import digests, store
+from lehr.sandbox.images import halt as halting
 from lehr.sandbox.images.declaration import Declared, is_archive
 from lehr.sandbox.images.store import Built
 from lehr.sandbox.images.workshop import OWN_FOLDER, SHOP, BuildFailed, Workshop, need_root, own_pip
@@ -73,23 +75,25 @@ class Ground:
         return cls(built.digest, built.root, built.host, built.env, built.packages)
 
 
-def build(declared: Declared, ground: Ground, say: Say = lambda _: None) -> Built:
+def build(declared: Declared, ground: Ground, say: Say = lambda _: None, halt: Event | None = None) -> Built:
     """Return the image, built unless that was done before; ``say`` hears what is done.
 
     Raises ``ConfigError`` and ``HostUnfit`` for what cannot be built here, ``BuildFailed`` for a step that
-    failed, ``DeadlineExceeded`` when another process builds the same image for too long.
+    failed, ``DeadlineExceeded`` when another process builds the same image for too long, ``Halted`` once
+    ``halt`` is set by another thread.
     """
+    halt = halt or Event()
     digest = digests.of_image(declared, ground.digest)
     if built := store.find(digest):
         return built
     _refuse(declared, ground)
     store.make_ready()
-    with _only_builder(digest, declared.name, say):
+    with _only_builder(digest, declared.name, say, halt):
         if built := store.find(digest):
             return built
         say(f"building {declared.name}")
         with store.building(digest) as folder:
-            return _build(declared, ground, digest, folder, say)
+            return _build(declared, ground, digest, folder, say, halt)
 
 
 def _refuse(declared: Declared, ground: Ground) -> None:
@@ -111,7 +115,7 @@ def _refuse(declared: Declared, ground: Ground) -> None:
 
 
 @contextlib.contextmanager
-def _only_builder(digest: str, name: str, say: Say) -> Generator[None]:
+def _only_builder(digest: str, name: str, say: Say, halt: Event) -> Generator[None]:
     """Hold the lock of an image's build. The kernel gives it back when its holder ends, however it ends."""
     file = os.open(store.log_of(digest), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -129,16 +133,17 @@ def _only_builder(digest: str, name: str, say: Say) -> Generator[None]:
             if not told:
                 say(f"another process builds {name}; waiting for it")
                 told = True
-            time.sleep(POLL_S)
+            halt.wait(POLL_S)
+            halting.check(halt, f"the wait for the build of {name}")
         yield
     finally:
         os.close(file)
 
 
-def _build(declared: Declared, ground: Ground, digest: str, folder: Path, say: Say) -> Built:
+def _build(declared: Declared, ground: Ground, digest: str, folder: Path, say: Say, halt: Event) -> Built:
     begun, layer, log = time.monotonic(), declared.layer, store.log_of(digest)
     log.write_text(f"{declared.key}, digest {digest}, on {layer.base}\n")
-    shop = Workshop(declared.name, folder, ground.root, log, host=ground.host)
+    shop = Workshop(declared.name, folder, ground.root, log, host=ground.host, halt=halt)
     env = {**ground.env, **layer.env}
     if layer.apt:
         say(f"apt: {' '.join(layer.apt)}")
@@ -187,6 +192,7 @@ def _build(declared: Declared, ground: Ground, digest: str, folder: Path, say: S
         made_at=time.time(),
     )
     store.write(target, built)
+    halting.check(halt, f"the build of {declared.name}")
     _put(target, built.root.parent)
     return built
 

@@ -16,10 +16,12 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Event
 
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox import image
 from lehr.sandbox.errors import SandboxError
+from lehr.sandbox.images import halt as halting
 from lehr.sandbox.images import merge
 from lehr.sandbox.images.declaration import OWN
 from lehr.sandbox.images.store import ROOT
@@ -57,15 +59,19 @@ class Workshop:
     """Life cycle: made in an empty folder, :meth:`do` for each step, :meth:`finish`.
 
     name: of the image, for errors. base: the root folder of what the image stands on; None for the bare host.
-    host: whether the host's system folders are below it all. log: what steps print goes there.
+    host: whether the host's system folders are below it all. log: what steps print goes there. halt: once it is
+    set, the step at work is killed, and ``Halted`` raised.
     """
 
-    def __init__(self, name: str, folder: Path, base: Path | None, log: Path, *, host: bool) -> None:
+    def __init__(
+        self, name: str, folder: Path, base: Path | None, log: Path, *, host: bool, halt: Event | None = None
+    ) -> None:
         self._name = name
         self._folder = folder
         self._base = base
         self._host = host
         self._log = log
+        self._halt = halt or Event()
         self._bwrap = shutil.which("bwrap", path=PATH)
         if self._bwrap is None:
             raise MissingDependency(
@@ -153,13 +159,10 @@ class Workshop:
         """Run a program in the folder of the build; return its status, or None if it was ended for its time."""
         with self._log.open("ab") as log:
             out = subprocess.DEVNULL if quiet else log
-            try:
-                return subprocess.run(
-                    argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=timeout_s,
-                    env={"PATH": PATH}, cwd=self._folder, umask=0o022,
-                ).returncode  # fmt: skip
-            except subprocess.TimeoutExpired:
-                return None
+            return halting.run(
+                argv, self._halt, timeout_s, f"the build of {self._name}",
+                stdout=out, stderr=out, env={"PATH": PATH}, cwd=self._folder, umask=0o022,
+            )  # fmt: skip
 
     def _last(self, start: int) -> str:
         """Return the last lines that were printed since the log was ``start`` bytes long."""
