@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_BYTES = 8 << 20
+HEARD_BYTES = 64 << 20
 _LAST_WORDS_S = 1.0
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 _GONE = 499
@@ -155,13 +156,13 @@ class Completions:
                 async with asyncio.timeout_at(limit):
                     await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                finished = work.done()
+                finished, gone = work.done(), ends[0].done()
                 for task in (work, *ends):
                     task.cancel()
                 await asyncio.gather(work, *ends, return_exceptions=True)
             if finished:
                 work.result()
-            elif ends[0].done():
+            elif gone:
                 raise ClientGone
             else:
                 raise errors.stopping()
@@ -235,17 +236,22 @@ class _Answer:
 
 
 async def _body(request: Request, receive: Receive) -> bytes:
-    """Return the body. Raises :class:`ApiError` 413 as soon as it is known to be too large."""
+    """Return the body. Raises :class:`ApiError` 413; what is too large is read, so that the client hears it, and
+    not kept.
+    """
     length = request.headers.get("content-length", "")
-    data = bytearray()
-    more = not length.isdigit() or int(length) <= BODY_BYTES
-    while more and len(data) <= BODY_BYTES:
+    known = int(length) if length.isdigit() else 0
+    data, size, more = bytearray(), 0, known <= HEARD_BYTES
+    while more and size <= HEARD_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        data += message.get("body", b"")
+        part = message.get("body", b"")
+        size += len(part)
+        if max(size, known) <= BODY_BYTES:
+            data += part
         more = message.get("more_body", False)
-    if len(data) <= BODY_BYTES and (not length.isdigit() or int(length) <= BODY_BYTES):
+    if max(size, known) <= BODY_BYTES:
         return bytes(data)
     text = f"the body is larger than {BODY_BYTES >> 20} MiB. Send a shorter prompt."
     raise ApiError(413, text, code="body_too_large", headers={"connection": "close"})
