@@ -236,8 +236,8 @@ class _Answer:
 
 
 async def _body(request: Request, receive: Receive) -> bytes:
-    """Return the body. Raises :class:`ApiError` 413; what is too large is read, so that the client hears it, and
-    not kept.
+    """Return the body. Raises :class:`ApiError` 413; what is too large is read, so that the client hears of it,
+    and not kept.
     """
     length = request.headers.get("content-length", "")
     known = int(length) if length.isdigit() else 0

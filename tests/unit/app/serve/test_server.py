@@ -1,4 +1,4 @@
-"""Engines that fail, and what a client hears of it. No socket: the application is called as a server calls it."""
+"""Engines that fail, and what a client hears of it. No socket: the application is called as by a server."""
 
 from __future__ import annotations
 

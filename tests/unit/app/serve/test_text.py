@@ -22,7 +22,7 @@ def test_pieces_join_to_the_text_before_the_leftmost_stop(said: str, stops: list
         shown += piece.text
         tokens += piece.tokens
         sampled += bytes(t for t in ids[i : i + step] if t < 256)
-        assert "\ufffd" not in shown and cut(said, stops).startswith(shown)
+        assert cut(sampled.decode(errors="ignore"), stops).startswith(shown), "nothing is taken back"
         if find_stop(sampled, [s.encode() for s in stops]):
             break
     last = stream.end()
@@ -53,7 +53,7 @@ ADD, SUB = Call("add", '{"a": 1}'), Call("sub", "{}")
         ("a < b", "a < b", []),
         ("<tool_cal", "<tool_cal", []),
         (written("add", '{"a": 1}'), "", [ADD]),
-        (f"Let me see.\n{written('add', '{"a": 1}')}\n{written('sub', '{}')}\n", "Let me see.", [ADD, SUB]),
+        ("See.\n" + written("add", '{"a": 1}') + "\n" + written("sub", "{}") + "\n", "See.", [ADD, SUB]),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}', "", [ADD]),
         ("<tool_call>no json</tool_call> x", "<tool_call>no json</tool_call> x", []),
         ('<tool_call>{"name": "add", "argum', '<tool_call>{"name": "add", "argum', []),
