@@ -65,7 +65,7 @@ def serve(
     drain_s: float,
     as_json: bool,
 ) -> None:
-    """Serve MODEL over HTTP to OpenAI's clients, until stopped.
+    """Serve a model over HTTP to OpenAI's clients, until stopped.
 
     MODEL is a run folder, a Hugging Face folder, or a model's name. Stop it with Ctrl-C or SIGTERM.
     """

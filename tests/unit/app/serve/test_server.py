@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -248,3 +250,12 @@ def test_latencies_are_counted() -> None:
     assert "lehr_serve_time_to_first_token_seconds_count 1\n" in shown
     assert 'lehr_serve_time_per_output_token_seconds_bucket{le="0.025"} 0\n' in shown
     assert 'lehr_serve_time_per_output_token_seconds_bucket{le="+Inf"} 1\n' in shown
+
+
+def test_only_the_server_loads_the_server() -> None:
+    source = (
+        "import sys, lehr.app.cli, lehr.app.commands.serve\n"
+        "print([m for m in ('starlette', 'uvicorn', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
