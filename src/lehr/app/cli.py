@@ -39,6 +39,7 @@ COMMANDS: dict[str, Entry] = {
     "train": Entry("train:train", "Run the stages of a recipe"),
     "try": Entry("try_:try_", "Before and after, side by side"),
     "eval": Entry("eval_:eval_", "Measure a model on domains"),
+    "serve": Entry("serve:serve", "Serve a model over HTTP to OpenAI's clients"),
     "domains": Entry("domains:domains", "List, show and make domains"),
     "sandbox": Entry("sandbox:sandbox", "Run one command in a box"),
     "images": Entry("images:images", "Build, list and remove the images of boxes"),

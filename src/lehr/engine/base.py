@@ -16,8 +16,9 @@ from lehr.core.trace import Completion, Sampling, Version
 InFlight = Literal["keep", "recompute", "abort"]
 """What happens to the keys and values of running requests when weights are swapped."""
 
-OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Called in the caller's loop with the new tokens of a step and the log-probability of each."""
+OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[float]], None]
+"""Called in the caller's loop with the new tokens of a step, and with the ``logprobs`` and ``raw_logprobs`` of
+each as :class:`~lehr.core.trace.Completion` has them."""
 
 
 class EngineError(LehrError, RuntimeError):

@@ -50,7 +50,8 @@ class _Waiter:
         """Pass on what was sampled since the last time."""
         if self.on_tokens is not None and request.own > self.told:
             tokens = request.tokens[request.prompt_length + self.told :]
-            _call(self.loop, self.on_tokens, tokens, request.logprobs[self.told :])
+            logprobs, raw = request.logprobs[self.told :], request.raw_logprobs[self.told :]
+            _call(self.loop, self.on_tokens, tokens, logprobs, raw)
             self.told = request.own
 
 

@@ -29,7 +29,8 @@ def _byte_alphabet() -> dict[str, int]:
 class HfTokenizer:
     """A ``tokenizer.json`` of the Hugging Face format.
 
-    specials: the text of every special token, with its id. template: the chat template, or None.
+    specials: the text of every special token, with its id. template: the chat template, or None. prefix: ids
+    that stand before a text that is no chat, such as the beginning-of-sequence token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,6 +52,8 @@ class HfTokenizer:
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self.eos_id: int = self._eos(settings)
         self.template: str | None = _template(folder, settings)
+        around = self._fast.encode("", add_special_tokens=True).ids
+        self.prefix: tuple[int, ...] = tuple(i for i in around if i != self.eos_id)
         self._alphabet = _byte_alphabet()
         self._byte_level = '"ByteLevel"' in str(self._fast.decoder) or "ByteLevel" in str(self._fast.decoder)
 
@@ -107,6 +110,7 @@ class ByteTokenizer:
         self.eos_id = self.IM_END
         self.specials = {"<|endoftext|>": self.END, "<|im_start|>": self.IM_START, "<|im_end|>": self.IM_END}
         self.template: str | None = None
+        self.prefix: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of ``text``."""

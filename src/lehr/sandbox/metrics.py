@@ -1,8 +1,10 @@
-"""The pool's counts in the text exposition format of Prometheus (version 0.0.4)."""
+"""The pool's counts for Prometheus."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+
+from lehr.core.prometheus import family
 
 HOW = ("warm", "cold", "snapshot")
 PREFIX = "lehr_sandbox"
@@ -31,8 +33,5 @@ def _lines(backend: str, boxes: Mapping[str, int], counts: Mapping[str, int]) ->
 def _family(
     name: str, kind: str, text: str, backend: str, label: str, values: Mapping[str, float]
 ) -> Iterator[str]:
-    yield f"# HELP {PREFIX}_{name} {text}."
-    yield f"# TYPE {PREFIX}_{name} {kind}"
-    for value, number in values.items():
-        more = f',{label}="{value}"' if label else ""
-        yield f'{PREFIX}_{name}{{backend="{backend}"{more}}} {number:g}'
+    samples = [({"backend": backend} | ({label: v} if label else {}), n) for v, n in values.items()]
+    yield from family(f"{PREFIX}_{name}", kind, text, samples)

@@ -185,15 +185,18 @@ def test_tokens_are_told_as_they_are_sampled(folder: Path) -> None:
         engine = open_engine(folder, SMALL)
         told: list[list[int]] = []
         logprobs: list[float] = []
+        raw: list[float] = []
 
-        def on_tokens(tokens: Sequence[int], values: Sequence[float]) -> None:
+        def on_tokens(tokens: Sequence[int], values: Sequence[float], raw_values: Sequence[float]) -> None:
             told.append(list(tokens))
             logprobs.extend(values)
+            raw.extend(raw_values)
 
         try:
             done = await engine.stream(PROMPT, Sampling(temperature=0, max_tokens=9), on_tokens)
             assert [t for tokens in told for t in tokens] == done.tokens.tolist()
             assert np.allclose(logprobs, done.logprobs) and len(told) > 1
+            assert np.allclose(raw, done.raw_logprobs) and max(raw) < 0
             told.clear()
             running = asyncio.create_task(engine.stream(PROMPT, ENDLESS, on_tokens, session="long"))
             while len(told) < 3:

@@ -1,0 +1,160 @@
+"""``lehr serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    import socket
+
+    from lehr.app.serve.work import Limits
+    from lehr.engine.native.settings import NativeConfig
+
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+_LOCAL = ("http://127.", "http://[::1]")
+
+
+@click.command()
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one."
+)
+@click.option("--token", envvar="LEHR_TOKEN", help="What clients must show; also LEHR_TOKEN. Else made up.")
+@click.option("--name", help="The id that clients name; otherwise the last part of MODEL.")
+@click.option(
+    "--max-running", default=64, show_default=True, type=click.IntRange(1), help="Completions at once."
+)
+@click.option(
+    "--max-waiting",
+    default=256,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Completions in line; more get 429.",
+)
+@click.option(
+    "--cache-tokens", default=32768, show_default=True, type=click.IntRange(16, (1 << 31) - 1),
+    help="Tokens that the cache of keys and values holds.",
+)  # fmt: skip
+@click.option(
+    "--timeout", "timeout_s", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True),
+    help="Seconds that a request may take.",
+)  # fmt: skip
+@click.option(
+    "--drain", "drain_s", default=30.0, show_default=True, type=click.FloatRange(0),
+    help="Seconds that running requests get when the server is stopped.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON: model, address, token.")
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    token: str | None,
+    name: str | None,
+    max_running: int,
+    max_waiting: int,
+    cache_tokens: int,
+    timeout_s: float,
+    drain_s: float,
+    as_json: bool,
+) -> None:
+    """Serve a model over HTTP to OpenAI's clients, until stopped.
+
+    MODEL is a run folder, a Hugging Face folder, or a model's name. Stop it with Ctrl-C or SIGTERM.
+    """
+    from lehr.app.serve.listening import bind
+    from lehr.app.serve.work import Limits
+    from lehr.core.errors import ConfigError
+    from lehr.engine.native.settings import NativeConfig
+    from lehr.pipeline.models import locate_model
+    from lehr.pipeline.observer import Silent
+
+    class Notes(Silent):
+        def note(self, text: str) -> None:
+            click.echo(text, err=True)
+
+    if token is not None and not _TOKEN.fullmatch(token):
+        raise ConfigError(
+            "the token cannot be sent in a header", expected="visible ASCII characters, no spaces"
+        )
+    bound = bind(host, port)
+    with bound:
+        folder = locate_model(model, Notes())
+        asyncio.run(
+            _serve(
+                folder,
+                name or Path(model).resolve().name,
+                bound,
+                token,
+                Limits(max_running, max_waiting, timeout_s),
+                NativeConfig(max_running=max_running, cache_tokens=cache_tokens),
+                drain_s=drain_s,
+                as_json=as_json,
+            )
+        )
+
+
+async def _serve(
+    folder: Path,
+    name: str,
+    bound: socket.socket,
+    token: str | None,
+    limits: Limits,
+    config: NativeConfig,
+    *,
+    drain_s: float,
+    as_json: bool,
+) -> None:
+    from lehr.app.serve.listening import address_of, listen
+    from lehr.app.serve.metrics import Meter
+    from lehr.app.serve.server import application
+    from lehr.app.serve.work import Service, served
+    from lehr.engine.local import open_engine
+
+    click.echo(f"loading {name} …", err=True)
+    engine = open_engine(folder, config)
+    try:
+        model = served(folder, name, config.cache_tokens)
+        secret = token or secrets.token_urlsafe(24)
+        service = Service(engine, model, limits, Meter())
+        address = address_of(bound)
+
+        def ready() -> None:
+            if as_json:
+                click.echo(json.dumps({"model": name, "address": address, "token": secret}))
+                return
+            shown = "$LEHR_TOKEN" if token else secret
+            click.echo(_greeting(name, address, shown, model.context_tokens))
+
+        if not address.startswith(_LOCAL):
+            click.echo(
+                "the traffic is not encrypted; put a proxy with TLS in front of other machines", err=True
+            )
+        await listen(
+            application(service, secret), service, bound, drain_s=drain_s, ready=ready,
+            say=lambda text: click.echo(text, err=True),
+        )  # fmt: skip
+    finally:
+        await engine.close()
+
+
+def _greeting(name: str, address: str, token: str, context_tokens: int) -> str:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
+    quoted = body.replace("'", "'\\''")
+    return f"""serving {name} at {address}/v1  (context {context_tokens} tokens; token {token})
+
+curl     curl {address}/v1/chat/completions -H "Authorization: Bearer {token}" \\
+           -H 'Content-Type: application/json' -d '{quoted}'
+
+python   from openai import OpenAI
+         client = OpenAI(base_url="{address}/v1", api_key="{token}")
+         client.chat.completions.create(model={name!r}, messages=[{{"role": "user", "content": "Hello"}}])
+
+Ctrl-C stops it."""

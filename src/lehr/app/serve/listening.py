@@ -1,0 +1,99 @@
+"""Runs the application on a socket, from the first request to a bounded end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+from uvicorn import Config, Server
+
+from lehr.app.serve.work import Service
+from lehr.core.errors import ConfigError, LehrError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+_GRACE_S = 3.0
+_TICK_S = 0.05
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to ``host``; port 0 is a free one. Raises :class:`ConfigError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot use the host {host!r}: {error}", hint="Take --host 127.0.0.1.") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        hint = "Take another --port; 0 picks a free one." if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}", hint=hint) from error
+    return made
+
+
+def address_of(bound: socket.socket) -> str:
+    """Return the URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(Server):
+    """Leaves signals to the command line, and says when it accepts connections."""
+
+    def __init__(self, config: Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+
+async def listen(
+    app: Starlette,
+    service: Service,
+    bound: socket.socket,
+    *,
+    drain_s: float,
+    ready: Callable[[], None],
+    say: Callable[[str], None],
+) -> None:
+    """Serve until cancelled. Then nothing new is taken, what runs gets ``drain_s``, and the rest is ended."""
+    config = Config(
+        app, lifespan="off", ws="none", http="h11", log_config=None, access_log=False, server_header=False,
+        timeout_graceful_shutdown=round(drain_s + _GRACE_S),
+    )  # fmt: skip
+    server = _Server(config, ready)
+    serving = asyncio.create_task(server.serve([bound]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        service.stopping = True
+        server.should_exit = True
+        if service.requests:
+            say(f"stopping: {service.requests} running requests have {drain_s:g} s left; Ctrl-C ends them now")
+        await _drain(service, drain_s)
+        await serving
+        raise
+    raise LehrError("the server ended by itself")
+
+
+async def _drain(service: Service, drain_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + drain_s
+    while service.requests and loop.time() < ends:
+        await asyncio.sleep(_TICK_S)
+    service.aborting.set()
