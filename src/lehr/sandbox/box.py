@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from lehr.sandbox import collect, egress, image, verdict
 from lehr.core.errors import ConfigError
+from lehr.sandbox import collect, egress, image, verdict
 from lehr.sandbox.base import Entry, ExecResult, Opening, Snapshot, Spec
 from lehr.sandbox.channel import Answer, Channel, ChannelLost
 from lehr.sandbox.errors import Absent, Refused, SandboxError
