@@ -37,9 +37,9 @@ class DraftSource(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Drafter:
-    """Looks drafts up in the request's text. The number drafted doubles while all of them are accepted, and falls with the
-    first that is not, so that text without repetition costs next to nothing. ``tokens`` is the request's own
-    list, which grows.
+    """Looks drafts up in the request's text. The number drafted doubles while all of them are accepted, and
+    falls with the first that is not, so that text without repetition costs next to nothing. ``tokens`` is the
+    request's own list, which grows.
     """
 
     tokens: Sequence[int]

@@ -163,7 +163,7 @@ class NativeEngine:
         return done
 
     def _forward(self, pieces: list[Piece]) -> torch.Tensor:
-        """Compute the pieces; return the hidden states of the last token of each and of its draft, ``[N, D]``."""
+        """Compute the pieces; return the hidden states of each one's last token and its draft, ``[N, D]``."""
         parts: list[torch.Tensor] = []
         for some in _slices(pieces):
             parts.append(self._forward_slice(some))
