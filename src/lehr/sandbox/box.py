@@ -230,7 +230,7 @@ class RunnerBox:
 
     async def write(self, path: str, data: bytes) -> None:
         """Create or replace a regular file; see the protocol."""
-        if not isinstance(data, (bytes, bytearray, memoryview)):
+        if not isinstance(data, (bytes, bytearray, memoryview)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"data for {path!r} is of type {type(data).__name__}; expected bytes")
         async with self._turn:
             await self._ask({"op": "write", "path": path, "mode": 0o644}, path, (), bytes(data))
@@ -261,7 +261,7 @@ class RunnerBox:
     async def _ask(
         self, request: dict[str, Any], path: str, fds: Sequence[int] = (), payload: bytes = b""
     ) -> Answer:
-        if not isinstance(path, str):
+        if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"the path {path!r} is of type {type(path).__name__}; expected str")
         if not path or "\0" in path or not _is_encodable(path):
             raise Refused(f"cannot use the path {path!r}", expected="a path without NUL and lone surrogates")

@@ -86,6 +86,10 @@ class WebSocket:
             self._end.shutdown(socket.SHUT_RDWR)
 
 
+class Dropped(Exception):
+    """Raised by what is called before an answer: the connection is cut instead."""
+
+
 @dataclass
 class FakePod:
     body: dict[str, Any]
@@ -170,8 +174,8 @@ class FakePod:
 class FakeCluster:
     """Life cycle: :meth:`start`, :meth:`stop`. Everything that was asked for is in ``asked``.
 
-    failures: by endpoint, status and message to answer with. before: by endpoint, called first. outcome: what
-    becomes of a new pod.
+    failures: by endpoint, status and message to answer with. headers: of those answers. before: by endpoint,
+    called first. outcome: what becomes of a new pod.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -182,6 +186,7 @@ class FakeCluster:
         self.created: list[dict[str, Any]] = []
         self.patches: list[tuple[str, dict[str, Any], str]] = []
         self.failures: dict[str, tuple[int, str]] = {}
+        self.headers: dict[str, str] = {}
         self.before: dict[str, Callable[[], None]] = {}
         self.outcome: Callable[[FakePod], None] = FakePod.run
 
@@ -230,11 +235,13 @@ class ClusterHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None: ...
 
-    def answer(self, status: int, body: Any) -> None:
+    def answer(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 
@@ -242,6 +249,7 @@ class ClusterHandler(BaseHTTPRequestHandler):
         self.answer(
             status,
             {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": status},
+            self.cluster.headers,
         )
 
     def handle_any(self) -> None:
@@ -257,7 +265,11 @@ class ClusterHandler(BaseHTTPRequestHandler):
             if method == self.command and found:
                 self.cluster.asked.append(what)
                 if before := self.cluster.before.get(what):
-                    before()
+                    try:
+                        before()
+                    except Dropped:
+                        self.close_connection = True
+                        return
                 if failure := self.cluster.failures.get(what):
                     self.refuse(*failure)
                     return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import os
 import sys
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import process_one
 import pytest
-from fake_cluster import OUTPUT, ClusterHandler, FakeCluster, FakePod
+from fake_cluster import OUTPUT, ClusterHandler, Dropped, FakeCluster, FakePod
 
 from lehr.core.errors import HostUnfit, MissingDependency
 from lehr.sandbox.base import BACKENDS, Limits, Spec
@@ -324,6 +325,100 @@ def test_a_cluster_that_hangs_is_waited_for_only_so_long(fake: FakeCluster) -> N
             await backend.create(SMALL)
 
     with_backend(use, call_s=0.3)
+
+
+@pytest.mark.parametrize("failure", [429, 500, 503, "cut"])
+def test_a_failure_that_passes_costs_no_box(fake: FakeCluster, failure: int | str) -> None:
+    reads: list[float] = []
+
+    def fail_twice() -> None:
+        reads.append(time.monotonic())
+        fake.failures.pop("read", None)
+        if len(reads) > 2:
+            return
+        if isinstance(failure, str):
+            raise Dropped
+        fake.failures["read"] = (failure, "the cluster is busy")
+
+    fake.before["read"] = fail_twice
+
+    async def use(backend: KubernetesBackend) -> None:
+        assert (await (await backend.create(SMALL)).exec(["true"])).verdict == "ok"
+
+    with_backend(use)
+    assert len(reads) > 2 and fake.asked.count("create") == 1
+    assert reads[1] - reads[0] >= cluster.PAUSE_S / 2 and reads[2] - reads[1] >= cluster.PAUSE_S
+
+
+@pytest.mark.parametrize("date", [False, True])
+def test_a_cluster_that_says_when_to_ask_again_is_heeded(fake: FakeCluster, date: bool) -> None:
+    reads: list[float] = []
+    fake.headers["Retry-After"] = email.utils.formatdate(time.time() + 3, usegmt=True) if date else "1"
+
+    def fail_once() -> None:
+        reads.append(time.monotonic())
+        fake.failures["read"] = (429, "later")
+        if len(reads) > 1:
+            del fake.failures["read"]
+
+    fake.before["read"] = fail_once
+
+    async def use(backend: KubernetesBackend) -> None:
+        await backend.create(SMALL)
+
+    with_backend(use)
+    assert reads[1] - reads[0] >= 1
+
+
+@pytest.mark.parametrize("retry_after", ["", "60"])
+def test_a_failure_that_stays_is_told_when_the_pod_has_no_time_left(
+    fake: FakeCluster, retry_after: str
+) -> None:
+    fake.failures["read"] = (503, "etcd is away")
+    if retry_after:
+        fake.headers["Retry-After"] = retry_after
+    started = time.monotonic()
+
+    async def use(backend: KubernetesBackend) -> None:
+        with pytest.raises(
+            SandboxError, match=r"etcd is away \(status 503\), also not in \d+ tr.*has had its 1 s"
+        ):
+            await backend.create(SMALL)
+
+    with_backend(use, start_s=1.0)
+    assert time.monotonic() - started < 4
+    assert fake.pods == {}
+    assert (fake.asked.count("read") == 1) is bool(retry_after), (
+        "nobody asks before it was told to, or gives up"
+    )
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 409])
+def test_a_refusal_to_read_a_pod_is_told_at_once(fake: FakeCluster, status: int) -> None:
+    fake.failures["read"] = (status, "the cluster said so")
+
+    async def use(backend: KubernetesBackend) -> None:
+        with pytest.raises((SandboxError, HostUnfit), match="the cluster said so"):
+            await backend.create(SMALL)
+
+    with_backend(use)
+    assert fake.asked.count("read") == 1 and fake.pods == {}
+
+
+def test_a_pod_that_was_given_up_ends_the_wait_for_a_busy_cluster(fake: FakeCluster) -> None:
+    fake.failures["read"] = (429, "later")
+    fake.headers["Retry-After"] = "60"
+
+    async def use(backend: KubernetesBackend) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await backend.create(SMALL)
+        end = time.monotonic() + 5
+        while fake.pods and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        assert fake.pods == {}
+
+    with_backend(use)
 
 
 def test_a_stream_that_is_cut_breaks_the_box(fake: FakeCluster) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import json
 import os
 import ssl
+import time
 from collections.abc import Collection, Generator
 from importlib import import_module
 from pathlib import Path
@@ -94,6 +96,34 @@ def asking(what: str, where: str, call_s: float, fine: Collection[int]) -> Gener
             expected="a cluster that can be reached from here",
             hint="Look with `kubectl cluster-info`",
         ) from error
+
+
+def may_pass(error: BaseException) -> float | None:
+    """Return how many seconds the cluster asks to be left alone after what :func:`asking` raised, 0 if it does
+    not say; None for a failure that stays. One that may pass is 429, 5xx, or no whole answer.
+    """
+    failures, client = import_module("urllib3.exceptions"), import_module("kubernetes.client")
+    cause: Any = error.__cause__
+    if isinstance(cause, client.ApiException):
+        if cause.status != 429 and not 500 <= (cause.status or 0) < 600:
+            return None
+        headers: dict[str, Any] = cause.headers or {}
+        return _seconds(str(headers.get("Retry-After", "")))
+    if isinstance(cause, failures.HTTPError):
+        reason: Any = getattr(cause, "reason", None) or cause
+        cut = (failures.ProtocolError, failures.TimeoutError, failures.NewConnectionError)
+        return 0.0 if isinstance(reason, cut) else None
+    return None
+
+
+def _seconds(after: str) -> float:
+    """Read ``Retry-After`` (RFC 9110, section 10.2.3): seconds, or a date."""
+    if after.strip().isdigit():
+        return float(after)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(after).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def message(body: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import random
 import secrets
 import threading
 import time
@@ -25,6 +26,8 @@ CALL_S = 20.0
 EXPIRY_S = 300.0
 RENEW_S = 60.0
 POLL_S = 0.25
+PAUSE_S, MOST_PAUSE_S = 0.25, 8.0
+"""The pause after a failure that may pass: the first, doubled by each that follows, and the longest."""
 HOPELESS = frozenset(
     {
         "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RunContainerError",
@@ -132,10 +135,18 @@ class Cluster:
         with self._asking(f"make pod {name}"):
             self._pods.create_namespaced_pod(self._namespace, body, **self._raw())
         while not self._runs(name, system, end):
+            self._pause(name, POLL_S)
+        return self._attach(name)
+
+    def _pause(self, name: str, seconds: float) -> None:
+        """Wait before a pod is read again. Raises ``SandboxError`` once it was given up."""
+        until = time.monotonic() + seconds
+        while True:
             if name not in self._names:
                 raise SandboxError(f"pod {name} was given up before it ran")
-            time.sleep(POLL_S)
-        return self._attach(name)
+            if (left := until - time.monotonic()) <= 0:
+                return
+            time.sleep(min(left, POLL_S))
 
     def _system(self, name: str) -> str:
         if name.startswith(("/", ".", "oci:", "docker:")):
@@ -150,9 +161,31 @@ class Cluster:
         with self._asking(f"read pod {name}"):
             return self._json(self._pods.read_namespaced_pod(name, self._namespace, **self._raw()))
 
+    def _read_until(self, name: str, end: float) -> dict[str, Any]:
+        """Read a pod; a failure that may pass is waited out, as long as the pod has time."""
+        tries, begun = 0, time.monotonic()
+        while True:
+            try:
+                return self._read(name)
+            except LehrError as error:
+                asked_s = access.may_pass(error)
+                if asked_s is None:
+                    raise
+                tries += 1
+                pause_s = asked_s + random.uniform(0.5, 1.0) * min(PAUSE_S * 2 ** (tries - 1), MOST_PAUSE_S)
+                if time.monotonic() + pause_s > end:
+                    waited_s = time.monotonic() - begun
+                    raise SandboxError(
+                        f"{error.what}, also not in {tries} tries over {waited_s:.1f} s, and the next would be "
+                        f"in {pause_s:.1f} s",
+                        expected=f"an answer before pod {name} has had its {self._start_s:g} s to start",
+                        hint=error.hint or "Look whether the API server is overloaded, or raise `start_s`",
+                    ) from error
+            self._pause(name, pause_s)
+
     def _runs(self, name: str, system: str, end: float) -> bool:
         """Whether a pod runs; raises what it says if it never will, or does not in time."""
-        found: dict[str, Any] = self._read(name).get("status") or {}
+        found: dict[str, Any] = self._read_until(name, end).get("status") or {}
         phase, state = found.get("phase", "Pending"), status.container_state(found)
         waiting: dict[str, str] = state.get("waiting") or {}
         if phase == "Running" and "running" in state:
