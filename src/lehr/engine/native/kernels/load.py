@@ -25,7 +25,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class Kernels:
-    """The compiled functions for one number format. They work on memory by address: see ``kernels.cpp``."""
+    """The compiled functions for one number format. They work on memory by address: see ``step.cpp``."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in ARGUMENTS.items():
