@@ -251,7 +251,7 @@ def open_engine(folder: Path, config: NativeConfig | None = None, version: Versi
     """Return an engine on the model in ``folder``, whose stop tokens and tokenizer it takes from there."""
     config = config or NativeConfig()
     tokenizer = load_tokenizer(folder)
-    decoder = load_decoder(folder, compute_dtype(config.dtype))
+    decoder = load_decoder(folder, compute_dtype(config.dtype), config.rope_scaling)
     stop_ids = {*ChatRenderer(tokenizer).stop_ids, *decoder.config.eos_ids}
     native = NativeEngine(decoder, config=config, tokenizer=tokenizer, stop_ids=stop_ids, version=version)
     return LocalEngine(native)

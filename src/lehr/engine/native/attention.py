@@ -18,12 +18,23 @@ from lehr.engine.native.rows import Lane, Slot
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """New tokens of one request: where they go, and where they stand in the step's packed tokens."""
+    """New tokens of one request: where they go, and where they stand in the step's packed tokens.
+
+    length: that the request can reach, where the angles of its positions depend on it; else 0.
+    """
 
     slot: Slot
     start: int
     count: int
     offset: int
+    length: int = 0
+
+
+def lengths(spans: Sequence[Span]) -> list[int] | None:
+    """Return the length of the whole sequence of each token, or None where no span depends on its own."""
+    if not any(s.length for s in spans):
+        return None
+    return [s.length for s in spans for _ in range(s.count)]
 
 
 class StepAttention:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
-from lehr.engine.native.attention import Span, StepAttention
+from lehr.engine.native.attention import Span, StepAttention, lengths
 from lehr.engine.native.cache import BLOCK, BlockPool, root
 from lehr.engine.native.drafts import Drafter
 from lehr.engine.native.fused import FusedForward, short
@@ -94,6 +94,8 @@ class NativeEngine:
         self._check(prompt, sampling)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
+        if self._decoder.rotary.depends_on(request.longest - 1):  # the last token is never computed
+            request.stretch = request.longest - 1
         if self.config.draft_tokens:
             request.drafter = Drafter(request.tokens, self.config.draft_tokens)
         self._prompt_tokens += len(prompt)
@@ -177,7 +179,7 @@ class NativeEngine:
             if request.slot is None:
                 raise EngineError(f"request {request.id} was planned without a row")
             request.started = request.started or time.monotonic()
-            spans.append(Span(request.slot, start, piece.rows, len(tokens)))
+            spans.append(Span(request.slot, start, piece.rows, len(tokens), request.stretch))
             tokens.extend(request.tokens[start : start + piece.count])
             tokens.extend(piece.draft)
         singles = sum(1 for p in pieces if p.rows == 1)
@@ -186,7 +188,9 @@ class NativeEngine:
         else:
             positions = [position for s in spans for position in range(s.start, s.start + s.count)]
             attention = StepAttention(spans[:singles], spans[singles:], self.dtype)
-            hidden_TD = self._decoder.hidden(torch.tensor(tokens), torch.tensor(positions), attention)
+            hidden_TD = self._decoder.hidden(
+                torch.tensor(tokens), torch.tensor(positions), attention, lengths(spans)
+            )
         if singles == len(spans):
             return hidden_TD
         wanted = [

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lehr.engine.native.attention import Span, causal_mask, grouped_attention
+from lehr.engine.native.attention import Span, causal_mask, grouped_attention, lengths
 from lehr.engine.native.kernels.load import Kernels
 from lehr.model.decoder import Decoder, Layer
-from lehr.model.rotary import angles
 
 SHORT, FEW = 256, 16
 """Positions and new tokens up to which each new token of a chunk goes over all keys by itself, rather than all
@@ -44,7 +43,7 @@ class FusedForward:
         count, eps = len(tokens), config.norm_eps
         x = decoder.embed(torch.tensor(tokens))
         positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
-        cos, sin = angles(decoder.inverse_frequencies, torch.from_numpy(positions), x.dtype)
+        cos, sin = decoder.rotary.angles(torch.from_numpy(positions), x.dtype, lengths(spans))
         places = np.repeat(np.array([_place(s) for s in spans], np.int64), [s.count for s in spans], axis=0)
         chunks = [(s, causal_mask(s.start, s.count, x.dtype)) for s in spans if not short(s.start, s.count)]
         directly = count - sum(s.count for s, _ in chunks)

@@ -23,6 +23,7 @@ class Request:
 
     computed: leading tokens whose keys and values are in ``slot``. blocks: of the pool, in order.
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
+    stretch: the length that its rotary angles depend on (dynamic position scaling), or 0.
     kept: whether keys and values of another weight version are in use.
     """
 
@@ -42,6 +43,7 @@ class Request:
     chain: list[bytes] = field(default_factory=list[bytes])
     published: int = 0
     waits_for: bytes | None = None
+    stretch: int = 0
     kept: bool = False
     ever_kept: bool = False
     cached_tokens: int = 0

@@ -100,15 +100,19 @@ class Scheduler:
     def _chain(self, request: Request) -> None:
         while (len(request.chain) + 1) * BLOCK <= len(request.tokens):
             start = len(request.chain) * BLOCK
-            parent = request.chain[-1] if request.chain else self.seed
+            parent = request.chain[-1] if request.chain else self._seed(request)
             request.chain.append(link(parent, request.tokens[start : start + BLOCK]))
+
+    def _seed(self, request: Request) -> bytes:
+        """Return what the request's chain starts from. Keys that depend on its length are found by its equals."""
+        return link(self.seed, (request.stretch,)) if request.stretch else self.seed
 
     def _wanted(self, request: Request) -> list[bytes]:
         """Return the names under which the prompt's blocks are published, the last partial one included."""
         whole, rest = divmod(request.prompt_length, BLOCK)
         names = request.chain[:whole]
         if rest:
-            parent = names[-1] if names else self.seed
+            parent = names[-1] if names else self._seed(request)
             names = [*names, link(parent, request.tokens[whole * BLOCK : request.prompt_length])]
         return names
 
@@ -122,7 +126,7 @@ class Scheduler:
     def _join(self, request: Request) -> bool:
         """Give a request blocks and a row, filled from the cache as far as possible."""
         length = len(request.tokens)
-        match = self.pool.match(request.chain, self.seed, request.tokens, length - 1)
+        match = self.pool.match(request.chain, self._seed(request), request.tokens, length - 1)
         needed = blocks_for(length) - len(match.blocks)
         headroom = sum(1 for r in self.running if r.remaining == 1 and len(r.tokens) % BLOCK == 0)
         if needed + (headroom if self.running else 0) > self.pool.available:
@@ -171,7 +175,7 @@ class Scheduler:
             request.published += 1
         start = request.published * BLOCK
         if (everything or request.computed == request.prompt_length) and request.computed > start:
-            parent = request.chain[request.published - 1] if request.published else self.seed
+            parent = request.chain[request.published - 1] if request.published else self._seed(request)
             name = link(parent, request.tokens[start : request.computed])
             self.pool.publish(
                 request.blocks[request.published], name, request.slot, start, request.computed - start

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from lehr.core.config import Config, Count, Dtype
+from lehr.model.scaling import RopeScaling
 
 
 class NativeConfig(Config):
@@ -22,5 +23,8 @@ class NativeConfig(Config):
     completion takes, never its distribution. Pays where text repeats itself and few requests run."""
     kernels: bool = True
     """Use compiled kernels where there is a C++ compiler; without them the engine is about half as fast."""
+    rope_scaling: RopeScaling | None = None
+    """Position scaling in place of the one in the model's ``config.json``: ``{type = "yarn", factor = 4}`` lets a
+    model take sequences four times as long as it was trained on. None keeps the model's own."""
     dtype: Dtype = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
