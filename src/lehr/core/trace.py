@@ -16,7 +16,9 @@ from lehr.core.errors import Failure
 
 StopReason = Literal["eos", "stop", "length", "abort"]
 SpanName = Literal["queue", "generate", "tool", "verify"]
-KvPolicy = Literal["exact", "kept_across_versions"]
+KvPolicy = Literal["exact", "kept_across_versions", "sparse", "sparse_kept_across_versions"]
+"""How what a token attended to differs from what its own weights would give it: not at all; some keys and
+values were computed by earlier weights; only some keys were seen; both."""
 
 
 class Version(NamedTuple):

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from lehr.engine.native.flash import chunk_attention
 from lehr.engine.native.rows import Lane, Slot
+from lehr.engine.native.settings import SparseConfig
+from lehr.engine.native.sparse import sparse_attention, summarise
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +44,39 @@ class StepAttention:
     of one lane side by side in the order of their rows; ``chunks`` follow.
     """
 
-    def __init__(self, singles: Sequence[Span], chunks: Sequence[Span], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        singles: Sequence[Span],
+        chunks: Sequence[Span],
+        dtype: torch.dtype,
+        sparse: SparseConfig | None = None,
+    ) -> None:
+        self._sparse = sparse
+        if sparse is not None:
+            singles, chunks = (), (*singles, *chunks)
         lanes: dict[Lane, list[Span]] = {}
         for span in singles:
             lanes.setdefault(span.slot.lane, []).append(span)
         self._singles = [_Singles(lane, spans, dtype) for lane, spans in lanes.items()]
-        self._chunks = [(span, causal_mask(span.start, span.count, dtype)) for span in chunks]
+        self._chunks = chunks
 
     def __call__(self, layer: int, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
         """Store the new keys and values of ``layer`` and return the attention output, ``[T, H, E]``."""
         out_THE = torch.empty_like(query_THE)
         for group in self._singles:
             group.attend(layer, query_THE, key_TKE, value_TKE, out_THE)
-        for span, mask in self._chunks:
+        for span in self._chunks:
             part = slice(span.offset, span.offset + span.count)
             kv = span.slot.lane.kv[layer, :, span.slot.row]
             end = span.start + span.count
             kv[0, :, span.start : end] = key_TKE[part].transpose(0, 1)
             kv[1, :, span.start : end] = value_TKE[part].transpose(0, 1)
-            out_THE[part] = grouped_attention(query_THE[part], kv[0, :, :end], kv[1, :, :end], mask)
+            query = query_THE[part]
+            if self._sparse is None:
+                out_THE[part] = chunk_attention(query, kv[0, :, :end], kv[1, :, :end], span.start)
+            else:
+                summarise(span.slot, layer, span.start, end, self._sparse.block)
+                out_THE[part] = sparse_attention(query, span.slot, layer, span.start, self._sparse)
         return out_THE
 
 
@@ -100,20 +116,3 @@ class _Singles:
         shares_NKRS = torch.softmax(scores_NKRS, dim=-1, dtype=torch.float32).to(scores_BSR.dtype)
         mixed_BRE = torch.bmm(shares_NKRS.flatten(0, 1), value_BSE)
         out_THE[self.part] = mixed_BRE.view(count, -1, size)
-
-
-def causal_mask(start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return ``[count, start + count]``: 0 where position ``start + i`` may look, -inf elsewhere."""
-    mask = torch.full((count, start + count), float("-inf"), dtype=dtype)
-    return mask.triu_(start + 1)
-
-
-def grouped_attention(query_LHE: Tensor, key_KSE: Tensor, value_KSE: Tensor, mask_LS: Tensor) -> Tensor:
-    """Return the attention output ``[L, H, E]`` of one sequence."""
-    length, heads, size = query_LHE.shape
-    groups = key_KSE.shape[0]
-    share = heads // groups
-    query = query_LHE.view(length, groups, share, size).permute(1, 2, 0, 3).reshape(1, groups, -1, size)
-    mask = mask_LS.repeat(share, 1)
-    mixed = functional.scaled_dot_product_attention(query, key_KSE[None], value_KSE[None], attn_mask=mask)
-    return mixed.view(groups, share, length, size).permute(2, 0, 1, 3).reshape(length, heads, size)

@@ -24,9 +24,9 @@ BLOCK = 8
 """Tokens per block."""
 
 
-def root(version: Version, dtype: torch.dtype) -> bytes:
-    """Return the hash that every chain of this version and number format starts from."""
-    return hashlib.blake2b(f"{version.packed}/{dtype}/exact".encode(), digest_size=16).digest()
+def root(version: Version, dtype: torch.dtype, policy: str = "exact") -> bytes:
+    """Return the hash that every chain of this version, number format and way of attending starts from."""
+    return hashlib.blake2b(f"{version.packed}/{dtype}/{policy}".encode(), digest_size=16).digest()
 
 
 def link(parent: bytes, tokens: Sequence[int]) -> bytes:

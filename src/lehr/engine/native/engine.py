@@ -30,6 +30,7 @@ from lehr.engine.native.sampler import Drawn, draw, draw_whole, filters, uniform
 from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import NativeConfig
+from lehr.engine.native.sparse import settle
 from lehr.engine.native.stops import extend_tail
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
@@ -68,8 +69,8 @@ class NativeEngine:
         blocks = max(1, self.config.cache_tokens // BLOCK)
         self._scheduler = Scheduler(
             BlockPool(self.model_config, blocks, self.dtype),
-            Rows(self.model_config, self.dtype),
-            root(version, self.dtype),
+            Rows(self.model_config, self.dtype, self.config.sparse.block if self.config.sparse else 0),
+            root(version, self.dtype, self._policy()),
             max_running=self.config.max_running,
             token_budget=self.config.token_budget,
         )
@@ -81,7 +82,11 @@ class NativeEngine:
 
     def _use(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._fused = FusedForward(decoder, self._kernels) if self._kernels else None
+        self._fused = FusedForward(decoder, self._kernels, self.config.sparse) if self._kernels else None
+
+    def _policy(self) -> str:
+        sparse = self.config.sparse
+        return "exact" if sparse is None else f"sparse/{sparse.digest()}"
 
     @property
     def idle(self) -> bool:
@@ -96,6 +101,7 @@ class NativeEngine:
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
         if self._decoder.rotary.depends_on(request.longest - 1):  # the last token is never computed
             request.stretch = request.longest - 1
+        request.sparse = self.config.sparse is not None
         if self.config.draft_tokens:
             request.drafter = Drafter(request.tokens, self.config.draft_tokens)
         self._prompt_tokens += len(prompt)
@@ -187,10 +193,12 @@ class NativeEngine:
             hidden_TD = self._fused.hidden(tokens, spans)
         else:
             positions = [position for s in spans for position in range(s.start, s.start + s.count)]
-            attention = StepAttention(spans[:singles], spans[singles:], self.dtype)
+            attention = StepAttention(spans[:singles], spans[singles:], self.dtype, self.config.sparse)
             hidden_TD = self._decoder.hidden(
                 torch.tensor(tokens), torch.tensor(positions), attention, lengths(spans)
             )
+        if self.config.sparse:
+            settle(spans, self.config.sparse.block)
         if singles == len(spans):
             return hidden_TD
         wanted = [
@@ -320,7 +328,7 @@ class NativeEngine:
         self._use(self._fetched.pop(version))
         self._fetched = {v: d for v, d in self._fetched.items() if v > version}
         self.version = version
-        self._scheduler.restart(root(version, self.dtype))
+        self._scheduler.restart(root(version, self.dtype, self._policy()))
         return ended
 
     def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:

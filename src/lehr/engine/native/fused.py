@@ -6,14 +6,19 @@ what runs where there are no kernels: sums in float32, results rounded at the sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lehr.engine.native.attention import Span, causal_mask, grouped_attention, lengths
+from lehr.engine.native.attention import Span, lengths
+from lehr.engine.native.flash import chunk_attention
 from lehr.engine.native.kernels.load import Kernels
+from lehr.engine.native.rows import LONG
+from lehr.engine.native.settings import SparseConfig
+from lehr.engine.native.sparse import sparse_attention, summarise
 from lehr.model.decoder import Decoder, Layer
 
 SHORT, FEW = 256, 16
@@ -27,11 +32,16 @@ def short(start: int, count: int) -> bool:
 
 
 class FusedForward:
-    """Runs one decoder. Weights are used where they lie; ``decoder`` must stay alive and unchanged."""
+    """Runs one decoder. Weights are used where they lie; ``decoder`` must stay alive and unchanged.
 
-    def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
+    attention_s: seconds spent in attention so far, the choosing of keys included.
+    """
+
+    def __init__(self, decoder: Decoder, kernels: Kernels, sparse: SparseConfig | None = None) -> None:
         self._decoder = decoder
         self._kernels = kernels
+        self._sparse = sparse
+        self.attention_s = 0.0
         self._layers = [_Weights(layer) for layer in decoder.blocks()]
 
     def hidden(self, tokens: Sequence[int], spans: Sequence[Span]) -> Tensor:
@@ -45,14 +55,35 @@ class FusedForward:
         positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
         cos, sin = decoder.rotary.angles(torch.from_numpy(positions), x.dtype, lengths(spans))
         places = np.repeat(np.array([_place(s) for s in spans], np.int64), [s.count for s in spans], axis=0)
-        chunks = [(s, causal_mask(s.start, s.count, x.dtype)) for s in spans if not short(s.start, s.count)]
-        directly = count - sum(s.count for s, _ in chunks)
+        chunks = [s for s in spans if not short(s.start, s.count)]
+        directly = count - sum(s.count for s in chunks)
         at, where = places.ctypes.data, positions.ctypes.data
         normed = torch.empty_like(x)
         query, mixed = x.new_empty(count, heads, size), x.new_empty(count, heads, size)
         inner = x.new_empty(count, config.intermediate_size)
         x_at, normed_at, query_at, mixed_at = (t.data_ptr() for t in (x, normed, query, mixed))
         cos_at, sin_at, inner_at = cos.data_ptr(), sin.data_ptr(), inner.data_ptr()
+        sparse = self._sparse
+        block = sparse.block if sparse else 0
+        closing = [s for s in spans if block and _closes(s, block)]
+        bounds = np.repeat(
+            np.array([_bounds(s) for s in spans if block], np.int64).reshape(-1, 6),
+            [s.count for s in spans if block],
+            axis=0,
+        )
+
+        def attend(layer: int) -> None:
+            """Attend for the first ``directly`` tokens."""
+            shape = (layer, directly, heads, kv_heads, size)
+            if sparse is not None:
+                chosen = (sparse.sink_blocks, sparse.window, sparse.top_blocks, sparse.block)
+                kernels.attend_sparse(query_at, mixed_at, at, bounds.ctypes.data, where, *shape, *chosen)
+            elif longest > LONG:
+                kernels.attend_split(query_at, mixed_at, at, where, *shape)
+            else:
+                kernels.attend(query_at, mixed_at, at, where, *shape)
+
+        longest = int(positions[:directly].max(initial=0))
         added: Tensor | None = None  # what the layer before adds to the residual stream
         for number, layer in enumerate(self._layers):
             kernels.norm(
@@ -69,12 +100,19 @@ class FusedForward:
                 qkv.data_ptr(), cos_at, sin_at, layer.q_norm, layer.k_norm, query_at, at, where, number,
                 count, heads, kv_heads, size, eps,
             )  # fmt: skip
+            begun = time.perf_counter()
+            for span in closing:
+                summarise(span.slot, number, span.start, span.start + span.count, block)
             if directly:
-                kernels.attend(query_at, mixed_at, at, where, number, directly, heads, kv_heads, size)
-            for span, mask in chunks:
+                attend(number)
+            for span in chunks:
                 part = slice(span.offset, span.offset + span.count)
                 kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]
-                mixed[part] = grouped_attention(query[part], kv[0], kv[1], mask)
+                if sparse is None:
+                    mixed[part] = chunk_attention(query[part], kv[0], kv[1], span.start)
+                else:
+                    mixed[part] = sparse_attention(query[part], span.slot, number, span.start, sparse)
+            self.attention_s += time.perf_counter() - begun
             projected: Tensor = layer.o(mixed.view(count, -1))
             kernels.norm(x_at, projected.data_ptr(), layer.mlp_norm, normed_at, count, config.hidden_size, eps)
             gate_up: Tensor = layer.gate_up(normed)
@@ -101,6 +139,20 @@ class _Weights:
         self.mlp_norm = layer.mlp_norm.weight.data_ptr()
         self.q_norm = None if layer.q_norm is None else layer.q_norm.weight.data_ptr()
         self.k_norm = None if layer.k_norm is None else layer.k_norm.weight.data_ptr()
+
+
+def _closes(span: Span, block: int) -> bool:
+    """Whether the span completes a block, or follows some that have no bounds yet."""
+    return min(span.start, span.slot.summarised) // block < (span.start + span.count) // block
+
+
+def _bounds(span: Span) -> tuple[int, ...]:
+    """Return ``kernels/sparse.cpp``'s ``Bounds`` of a span's row."""
+    found: list[int] = []
+    for bounds in span.slot.lane.bounds:
+        layer, _, row, head, *_ = bounds.stride()
+        found += [bounds.data_ptr() + span.slot.row * row * bounds.element_size(), layer, head]
+    return tuple(found)
 
 
 def _place(span: Span) -> tuple[int, int, int, int]:

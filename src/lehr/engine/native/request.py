@@ -24,6 +24,7 @@ class Request:
     computed: leading tokens whose keys and values are in ``slot``. blocks: of the pool, in order.
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
     stretch: the length that its rotary angles depend on (dynamic position scaling), or 0.
+    sparse: whether only some keys are seen.
     kept: whether keys and values of another weight version are in use.
     """
 
@@ -44,6 +45,7 @@ class Request:
     published: int = 0
     waits_for: bytes | None = None
     stretch: int = 0
+    sparse: bool = False
     kept: bool = False
     ever_kept: bool = False
     cached_tokens: int = 0
@@ -76,7 +78,9 @@ class Request:
 
     def completion(self) -> Completion:
         """Return what was sampled. Valid once finished."""
-        policy: KvPolicy = "kept_across_versions" if self.ever_kept else "exact"
+        policy: KvPolicy = "sparse" if self.sparse else "exact"
+        if self.ever_kept:
+            policy = "sparse_kept_across_versions" if self.sparse else "kept_across_versions"
         now = time.monotonic()
         started = self.started or now
         return Completion(

@@ -19,44 +19,63 @@ from torch import Tensor
 from lehr.model.config import ModelConfig
 
 SMALLEST = 128
+LONG, LONG_STEP = 1 << 14, 1 << 10
+"""Tokens above which a row is a lane of its own, whose memory is given back with it, and what its size is
+rounded up to."""
+FAMILY = 16
+"""Blocks of keys that share a bound (see ``sparse``)."""
 FIRST_ROWS, MOST_ROWS, ROOM_BYTES = 8, 256, 1 << 30
 """Rows that a lane begins with: what the bytes hold, committed only as they are used. Growing copies."""
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A row of a lane. ``row`` changes when the lane is compacted."""
+    """A row of a lane. ``row`` changes when the lane is compacted. ``summarised``: tokens whose
+    keys have bounds (see ``sparse``).
+    """
 
     lane: Lane
     row: int
+    summarised: int = 0
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros whose memory is committed page by page, on first use."""
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class Lane:
-    """Rows of one capacity. ``kv`` is [layer, key or value, row, kv head, position, head size]."""
+    """Rows of one capacity. ``kv`` is [layer, key or value, row, kv head, position, head size];
+    ``bounds``, for blocks of keys and for families of them, are [layer, 1, row, kv head, block, lowest or
+    highest, head size], and there are none without a ``block``.
+    """
 
-    def __init__(self, config: ModelConfig, capacity: int, rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, capacity: int, rows: int, dtype: torch.dtype, block: int = 0
+    ) -> None:
         self.capacity = capacity
         self.slots: list[Slot] = []
         self._config, self._dtype = config, dtype
-        self.kv = self._room(rows)
+        self._blocks = -(-capacity // (block * FAMILY)) * FAMILY if block else 0
+        self.kv, *self.bounds = self._room(rows)
 
-    def _room(self, rows: int) -> Tensor:
+    def _room(self, rows: int) -> list[Tensor]:
         c = self._config
-        return lazy_zeros((c.num_layers, 2, rows, c.num_kv_heads, self.capacity, c.head_size), self._dtype)
+        room = [lazy_zeros((c.num_layers, 2, rows, c.num_kv_heads, self.capacity, c.head_size), self._dtype)]
+        for blocks in (self._blocks, self._blocks // FAMILY) if self._blocks else ():
+            shape = (c.num_layers, 1, rows, c.num_kv_heads, blocks, 2, c.head_size)
+            room.append(lazy_zeros(shape, self._dtype))
+        return room
 
     def take(self) -> Slot:
         """Return a free row, growing the lane where needed."""
         used, room = len(self.slots), self.kv.shape[2]
         if used == room:
             grown = self._room(2 * room)
-            grown[:, :, :used] = self.kv
-            self.kv = grown
+            for new, old in zip(grown, (self.kv, *self.bounds), strict=True):
+                new[:, :, :used] = old
+            self.kv, *self.bounds = grown
         slot = Slot(self, used)
         self.slots.append(slot)
         return slot
@@ -66,19 +85,26 @@ class Lane:
         last = self.slots.pop()
         if last is not slot:
             self.kv[:, :, slot.row, :, :length] = self.kv[:, :, last.row, :, :length]
+            for bounds in self.bounds:
+                bounds[:, :, slot.row] = bounds[:, :, last.row]
             last.row = slot.row
             self.slots[slot.row] = last
 
 
 class Rows:
-    """All lanes. Capacities are powers of two."""
+    """All lanes. Capacities are powers of two, but for long rows. ``block``: tokens of a block that gets
+    bounds; 0 is none.
+    """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._config, self._dtype = config, dtype
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, block: int = 0) -> None:
+        self._config, self._dtype, self._block = config, dtype, block
         self.lanes: dict[int, Lane] = {}
 
     def take(self, tokens: int) -> Slot:
         """Return a row that has room for ``tokens``."""
+        if tokens > LONG:
+            capacity = -(-tokens // LONG_STEP) * LONG_STEP
+            return Lane(self._config, capacity, 1, self._dtype, self._block).take()
         capacity = SMALLEST
         while capacity < tokens:
             capacity *= 2
@@ -87,5 +113,5 @@ class Rows:
             c = self._config
             row = 2 * c.num_layers * c.num_kv_heads * capacity * c.head_size * self._dtype.itemsize
             rows = min(max(FIRST_ROWS, ROOM_BYTES // row), MOST_ROWS)
-            lane = self.lanes[capacity] = Lane(self._config, capacity, rows, self._dtype)
+            lane = self.lanes[capacity] = Lane(self._config, capacity, rows, self._dtype, self._block)
         return lane.take()

@@ -104,7 +104,7 @@ class Scheduler:
             request.chain.append(link(parent, request.tokens[start : start + BLOCK]))
 
     def _seed(self, request: Request) -> bytes:
-        """Return what the request's chain starts from. Keys that depend on its length are found by its equals."""
+        """Return what the request's chain starts from: of its own where keys depend on its length."""
         return link(self.seed, (request.stretch,)) if request.stretch else self.seed
 
     def _wanted(self, request: Request) -> list[bytes]:

@@ -19,6 +19,8 @@ ARGUMENTS = {
     "gated": (c_void_p, c_void_p, c_int64, c_int64),
     "rotate": (*[c_void_p] * 8, *[c_int64] * 5, c_float),
     "attend": (*[c_void_p] * 4, *[c_int64] * 5),
+    "attend_split": (*[c_void_p] * 4, *[c_int64] * 5),
+    "attend_sparse": (*[c_void_p] * 5, *[c_int64] * 9),
     "draw": (*[c_void_p] * 5, c_int64, c_int64),
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -37,6 +39,8 @@ class Kernels:
     gated: Any
     rotate: Any
     attend: Any
+    attend_split: Any
+    attend_sparse: Any
     draw: Any
 
 
