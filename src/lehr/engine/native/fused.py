@@ -16,7 +16,7 @@ from torch import Tensor
 from lehr.engine.native.attention import Span, lengths
 from lehr.engine.native.flash import chunk_attention
 from lehr.engine.native.kernels.load import Kernels
-from lehr.engine.native.rows import LONG
+from lehr.engine.native.rows import LONG, Slot
 from lehr.engine.native.settings import SparseConfig
 from lehr.engine.native.sparse import sparse_attention, summarise
 from lehr.model.decoder import Decoder, Layer
@@ -67,7 +67,7 @@ class FusedForward:
         block = sparse.block if sparse else 0
         closing = [s for s in spans if block and _closes(s, block)]
         bounds = np.repeat(
-            np.array([_bounds(s) for s in spans if block], np.int64).reshape(-1, 6),
+            np.array([_bounds(s.slot) for s in spans if block], np.int64).reshape(-1, 6),
             [s.count for s in spans if block],
             axis=0,
         )
@@ -111,7 +111,9 @@ class FusedForward:
                 if sparse is None:
                     mixed[part] = chunk_attention(query[part], kv[0], kv[1], span.start)
                 else:
-                    mixed[part] = sparse_attention(query[part], span.slot, number, span.start, sparse)
+                    mixed[part] = sparse_attention(
+                        query[part], span.slot, number, span.start, sparse, self._choose
+                    )
             self.attention_s += time.perf_counter() - begun
             projected: Tensor = layer.o(mixed.view(count, -1))
             kernels.norm(x_at, projected.data_ptr(), layer.mlp_norm, normed_at, count, config.hidden_size, eps)
@@ -128,6 +130,18 @@ class FusedForward:
             eps,
         )
         return normed
+
+    def _choose(
+        self, query_NKRE: Tensor, slot: Slot, layer: int, local_N: Tensor, sparse: SparseConfig
+    ) -> Tensor:
+        tiles, groups, rows, size = query_NKRE.shape
+        chosen_NKC = torch.empty(tiles, groups, sparse.top_blocks, dtype=torch.int64)
+        bounds = np.array(_bounds(slot), np.int64)
+        self._kernels.choose(
+            query_NKRE.data_ptr(), bounds.ctypes.data, local_N.data_ptr(), chosen_NKC.data_ptr(), layer, tiles,
+            groups, rows, size, sparse.sink_blocks, sparse.top_blocks,
+        )  # fmt: skip
+        return chosen_NKC
 
 
 class _Weights:
@@ -146,12 +160,12 @@ def _closes(span: Span, block: int) -> bool:
     return min(span.start, span.slot.summarised) // block < (span.start + span.count) // block
 
 
-def _bounds(span: Span) -> tuple[int, ...]:
-    """Return ``kernels/sparse.cpp``'s ``Bounds`` of a span's row."""
+def _bounds(slot: Slot) -> tuple[int, ...]:
+    """Return ``kernels/sparse.cpp``'s ``Bounds`` of a row."""
     found: list[int] = []
-    for bounds in span.slot.lane.bounds:
+    for bounds in slot.lane.bounds:
         layer, _, row, head, *_ = bounds.stride()
-        found += [bounds.data_ptr() + span.slot.row * row * bounds.element_size(), layer, head]
+        found += [bounds.data_ptr() + slot.row * row * bounds.element_size(), layer, head]
     return tuple(found)
 
 

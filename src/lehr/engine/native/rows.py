@@ -47,8 +47,8 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 class Lane:
     """Rows of one capacity. ``kv`` is [layer, key or value, row, kv head, position, head size];
-    ``bounds``, for blocks of keys and for families of them, are [layer, 1, row, kv head, block, lowest or
-    highest, head size], and there are none without a ``block``.
+    ``bounds``, of blocks of keys and of families of blocks, are [layer, 1, row, kv head, family, lowest or
+    highest, head size, member], and there are none without a ``block``.
     """
 
     def __init__(
@@ -57,15 +57,17 @@ class Lane:
         self.capacity = capacity
         self.slots: list[Slot] = []
         self._config, self._dtype = config, dtype
-        self._blocks = -(-capacity // (block * FAMILY)) * FAMILY if block else 0
+        self._families = -(-capacity // (block * FAMILY)) if block else 0
         self.kv, *self.bounds = self._room(rows)
 
     def _room(self, rows: int) -> list[Tensor]:
         c = self._config
         room = [lazy_zeros((c.num_layers, 2, rows, c.num_kv_heads, self.capacity, c.head_size), self._dtype)]
-        for blocks in (self._blocks, self._blocks // FAMILY) if self._blocks else ():
-            shape = (c.num_layers, 1, rows, c.num_kv_heads, blocks, 2, c.head_size)
+        families = self._families
+        while families and len(room) < 3:
+            shape = (c.num_layers, 1, rows, c.num_kv_heads, families, 2, c.head_size, FAMILY)
             room.append(lazy_zeros(shape, self._dtype))
+            families = -(-families // FAMILY)
         return room
 
     def take(self) -> Slot:

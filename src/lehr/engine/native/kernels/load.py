@@ -21,6 +21,7 @@ ARGUMENTS = {
     "attend": (*[c_void_p] * 4, *[c_int64] * 5),
     "attend_split": (*[c_void_p] * 4, *[c_int64] * 5),
     "attend_sparse": (*[c_void_p] * 5, *[c_int64] * 9),
+    "choose": (*[c_void_p] * 4, *[c_int64] * 7),
     "draw": (*[c_void_p] * 5, c_int64, c_int64),
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -41,6 +42,7 @@ class Kernels:
     attend: Any
     attend_split: Any
     attend_sparse: Any
+    choose: Any
     draw: Any
 
 

@@ -3,8 +3,6 @@
 // Keys are folded in tile by tile with a running softmax (Dao et al. 2022), so that no thread holds a row of scores.
 // Choosing is described in `sparse.py`, which computes the same where there are no kernels.
 
-#include <numeric>
-
 #include "shared.h"
 
 namespace {
@@ -130,7 +128,8 @@ void attend_split_sized(const T* query, T* out, const Place* places, const int64
 }
 
 // Where a row's bounds lie: the first byte of its lowest and highest keys in layer 0, for blocks and for families
-// of blocks, each with strides in elements. A bound is all lowest channels, then all highest.
+// of blocks, each with strides in elements. `kFamily` bounds lie side by side: for all lowest channels, then all
+// highest ones, a line of `kFamily` numbers.
 struct Bounds {
     int64_t fine, fine_layer, fine_head, coarse, coarse_layer, coarse_head;
 };
@@ -140,57 +139,115 @@ struct Sparsity {
     int64_t sink_blocks, window, top_blocks, block;
 };
 
-// Appends to `importance` that of bounds [first, last): the most that any head can score there, less the most that
-// it can score anywhere in its range, which only `settle` knows.
-template <class T, int SIZE> class Scout {
+// Compares bounds by the attention that queries would pay if they scored there what they can at most: the sum over
+// the queries of each one's softmax over its bounds.
+template <class T> class Scout {
   public:
-    Scout(const Running<T, SIZE>& running, int64_t share) : running_(running), share_(share) {}
+    // Bounds outside [low, high) do not count.
+    Scout(const float* queries, int64_t rows, int64_t size, int64_t low, int64_t high)
+        : queries_(queries), rows_(rows), size_(size), low_(low), high_(high), lines_(2 * size * kFamily),
+          best_(rows, -INFINITY) {}
 
-    void look(const T* bounds, int64_t first, int64_t last) {
-        const int64_t size = running_.size();
-        for (int64_t n = first; n < last; n++) {
-            const T *low = bounds + n * 2 * size, *high = low + size;
-            ids.push_back(n);
-            for (int64_t h = 0; h < share_; h++) {
-                const float* q = running_.query(h);
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t i = 0; i < size; i++) {
-                    const float a = q[i] * load(low[i]), b = q[i] * load(high[i]);
-                    sum += a > b ? a : b;
-                }
-                scores_.push_back(sum);
+    // Considers the `kFamily` bounds at `lines`, which are numbered from `first` on.
+    void look(const T* lines, int64_t first) {
+        ids_.push_back(first);
+        const int64_t from = std::max<int64_t>(low_ - first, 0), to = std::min(high_ - first, kFamily);
+        for (int64_t i = 0; i < 2 * size_ * kFamily; i++) lines_[i] = load(lines[i]);
+        scores_.resize(scores_.size() + rows_ * kFamily);
+        float* scores = scores_.data() + scores_.size() - rows_ * kFamily;
+        for (int64_t r = 0; r < rows_; r++, scores += kFamily) {
+            const float* q = queries_ + r * size_;
+            float sums[kFamily] = {};
+            for (int64_t i = 0; i < size_; i++) {
+                const float* line = lines_.data() + (q[i] < 0 ? i : size_ + i) * kFamily;
+#pragma omp simd
+                for (int64_t n = 0; n < kFamily; n++) sums[n] += q[i] * line[n];
             }
+            float best = best_[r];
+            for (int64_t n = 0; n < kFamily; n++) {
+                scores[n] = n >= from && n < to ? sums[n] : -INFINITY;
+                best = std::max(best, scores[n]);
+            }
+            best_[r] = best;
         }
     }
 
-    // Keeps the `count` most important ids, in ascending order.
-    void settle(int64_t count) {
-        const int64_t found = static_cast<int64_t>(ids.size());
-        if (found <= count) return;
-        std::vector<float> best(share_, -INFINITY), importance(found, -INFINITY);
-        for (int64_t n = 0; n < found; n++)
-            for (int64_t h = 0; h < share_; h++) best[h] = std::max(best[h], scores_[n * share_ + h]);
-        for (int64_t n = 0; n < found; n++)
-            for (int64_t h = 0; h < share_; h++)
-                importance[n] = std::max(importance[n], scores_[n * share_ + h] - best[h]);
-        std::vector<int64_t> order(found);
-        std::iota(order.begin(), order.end(), 0);
-        std::nth_element(order.begin(), order.begin() + count, order.end(), [&](int64_t a, int64_t b) {
-            return importance[a] != importance[b] ? importance[a] > importance[b] : a < b;
-        });
-        std::sort(order.begin(), order.begin() + count);
-        for (int64_t n = 0; n < count; n++) order[n] = ids[order[n]];
-        ids.assign(order.begin(), order.begin() + count);
+    // Returns the numbers of the `count` best bounds, or of all if there are no more, in ascending order.
+    std::vector<int64_t> best(int64_t count) {
+        std::vector<float> importance(ids_.size() * kFamily);
+        for (int64_t r = 0; r < rows_; r++) {
+            float sums[kFamily] = {}, sum = 0;
+            for (size_t m = 0; m < ids_.size(); m++) {
+                float* scores = scores_.data() + (m * rows_ + r) * kFamily;
+#pragma omp simd
+                for (int64_t n = 0; n < kFamily; n++) sums[n] += scores[n] = exponential(scores[n] - best_[r]);
+            }
+            for (int64_t n = 0; n < kFamily; n++) sum += sums[n];
+            for (size_t m = 0; m < ids_.size(); m++) {
+                const float* shares = scores_.data() + (m * rows_ + r) * kFamily;
+#pragma omp simd
+                for (int64_t n = 0; n < kFamily; n++) importance[m * kFamily + n] += shares[n] / sum;
+            }
+        }
+        std::vector<int64_t> order;
+        for (size_t i = 0; i < importance.size(); i++) {
+            const int64_t number = ids_[i / kFamily] + static_cast<int64_t>(i) % kFamily;
+            if (number >= low_ && number < high_) order.push_back(static_cast<int64_t>(i));
+        }
+        if (static_cast<int64_t>(order.size()) > count) {
+            std::nth_element(order.begin(), order.begin() + count, order.end(), [&](int64_t a, int64_t b) {
+                return importance[a] != importance[b] ? importance[a] > importance[b] : a < b;
+            });
+            order.resize(count);
+        }
+        for (int64_t& i : order) i = ids_[i / kFamily] + i % kFamily;
+        std::sort(order.begin(), order.end());
+        return order;
     }
 
-    std::vector<int64_t> ids;
-
   private:
-    const Running<T, SIZE>& running_;
-    int64_t share_;
-    std::vector<float> scores_;
+    const float* queries_;
+    int64_t rows_, size_, low_, high_;
+    std::vector<int64_t> ids_;
+    std::vector<float> lines_, scores_, best_;
 };
+
+// Returns `top` blocks of [low, high). Opens `kOpened` families for each.
+constexpr int64_t kOpened = 2;
+
+template <class T>
+std::vector<int64_t> choose(const float* queries, int64_t rows, int64_t size, const T* fine, const T* coarse,
+                            int64_t low, int64_t high, int64_t top) {
+    const int64_t group = 2 * size * kFamily, first = low / kFamily, last = (high - 1) / kFamily + 1;
+    Scout<T> families(queries, rows, size, first, last), blocks(queries, rows, size, low, high);
+    for (int64_t n = first / kFamily; n <= (last - 1) / kFamily; n++)
+        families.look(coarse + n * group, n * kFamily);
+    for (int64_t family : families.best(kOpened * top))
+        blocks.look(fine + family * group, family * kFamily);
+    return blocks.best(top);
+}
+
+// Chooses for tiles of a prompt: `query` is [tiles, kv heads, rows, size], `local` the first block that each tile
+// sees anyway, `out` [tiles, kv heads, top].
+template <class T>
+void choose_tiles(const T* query, const Bounds& at, const int64_t* local, int64_t* out, int64_t layer, int64_t tiles,
+                  int64_t kv_heads, int64_t rows, int64_t size, int64_t sink_blocks, int64_t top) {
+    const float scale = 1.0f / std::sqrt(static_cast<float>(size));
+#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (int64_t t = 0; t < tiles; t++) {
+        for (int64_t g = 0; g < kv_heads; g++) {
+            std::vector<float> queries(rows * size);
+            const T* from = query + (t * kv_heads + g) * rows * size;
+            for (int64_t i = 0; i < rows * size; i++) queries[i] = load(from[i]) * scale;
+            const auto chosen = choose<T>(
+                queries.data(), rows, size,
+                reinterpret_cast<const T*>(at.fine) + layer * at.fine_layer + g * at.fine_head,
+                reinterpret_cast<const T*>(at.coarse) + layer * at.coarse_layer + g * at.coarse_head, sink_blocks,
+                local[t], top);
+            std::copy(chosen.begin(), chosen.end(), out + (t * kv_heads + g) * top);
+        }
+    }
+}
 
 template <class T, int SIZE>
 void attend_sparse_sized(const T* query, T* out, const Place* places, const Bounds* bounds, const int64_t* positions,
@@ -211,16 +268,13 @@ void attend_sparse_sized(const T* query, T* out, const Place* places, const Boun
                 see(0, length);
             } else {
                 const Bounds& at = bounds[t];
-                Scout<T, SIZE> families(running, share), chosen(running, share);
-                families.look(reinterpret_cast<const T*>(at.coarse) + layer * at.coarse_layer + g * at.coarse_head,
-                              first / kFamily, (last - 1) / kFamily + 1);
-                families.settle(2 * s.top_blocks);
-                const T* fine = reinterpret_cast<const T*>(at.fine) + layer * at.fine_layer + g * at.fine_head;
-                for (int64_t family : families.ids)
-                    chosen.look(fine, std::max(first, family * kFamily), std::min(last, (family + 1) * kFamily));
-                chosen.settle(s.top_blocks);
+                const auto chosen = choose<T>(
+                    running.query(0), share, size,
+                    reinterpret_cast<const T*>(at.fine) + layer * at.fine_layer + g * at.fine_head,
+                    reinterpret_cast<const T*>(at.coarse) + layer * at.coarse_layer + g * at.coarse_head, first,
+                    last, s.top_blocks);
                 see(0, first * s.block);
-                for (int64_t block : chosen.ids) see(block * s.block, (block + 1) * s.block);
+                for (int64_t block : chosen) see(block * s.block, (block + 1) * s.block);
                 see(last * s.block, length);
             }
             running.finish(out + (t * heads + g * share) * size);
@@ -262,6 +316,12 @@ void attend_sparse(const T* query, T* out, const Place* places, const Bounds* bo
                                 int64_t top_blocks, int64_t block) {                                                 \
         attend_sparse<T>(query, out, static_cast<const Place*>(places), static_cast<const Bounds*>(bounds),          \
                          positions, layer, tokens, heads, kv_heads, size, {sink_blocks, window, top_blocks, block}); \
+    }                                                                                                                \
+    void choose_##suffix(const T* query, const void* bounds, const int64_t* local, int64_t* out, int64_t layer,      \
+                         int64_t tiles, int64_t kv_heads, int64_t rows, int64_t size, int64_t sink_blocks,           \
+                         int64_t top) {                                                                              \
+        choose_tiles<T>(query, *static_cast<const Bounds*>(bounds), local, out, layer, tiles, kv_heads, rows, size,  \
+                        sink_blocks, top);                                                                           \
     }
 
 extern "C" {
