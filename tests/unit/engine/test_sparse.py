@@ -163,7 +163,7 @@ def test_kernels_compute_the_same(head_size: int) -> None:
     )  # fmt: skip
     plain = [sparse_attention(picked[n : n + 1], slot, 1, int(p), SMALL) for n, p in enumerate(positions)]
     torch.testing.assert_close(out, torch.cat(plain), atol=1e-5, rtol=0)
-    choose = functools.partial(FusedForward._choose, type("Fused", (), {"_kernels": kernels}))
+    choose = functools.partial(FusedForward._choose, type("Fused", (), {"_kernels": kernels, "choosing_s": 0.0}))
     pair = (sparse_attention(query[500:1500], slot, 1, 500, SMALL, c) for c in (choose, choose_blocks))
     torch.testing.assert_close(*pair, atol=1e-5, rtol=0)
 

@@ -35,13 +35,14 @@ class FusedForward:
     """Runs one decoder. Weights are used where they lie; ``decoder`` must stay alive and unchanged.
 
     attention_s: seconds spent in attention so far, the choosing of keys included.
+    choosing_s: the part of it that went into choosing keys for prompts.
     """
 
     def __init__(self, decoder: Decoder, kernels: Kernels, sparse: SparseConfig | None = None) -> None:
         self._decoder = decoder
         self._kernels = kernels
         self._sparse = sparse
-        self.attention_s = 0.0
+        self.attention_s = self.choosing_s = 0.0
         self._layers = [_Weights(layer) for layer in decoder.blocks()]
 
     def hidden(self, tokens: Sequence[int], spans: Sequence[Span]) -> Tensor:
@@ -134,6 +135,7 @@ class FusedForward:
     def _choose(
         self, query_NKRE: Tensor, slot: Slot, layer: int, local_N: Tensor, sparse: SparseConfig
     ) -> Tensor:
+        begun = time.perf_counter()
         tiles, groups, rows, size = query_NKRE.shape
         chosen_NKC = torch.empty(tiles, groups, sparse.top_blocks, dtype=torch.int64)
         bounds = np.array(_bounds(slot), np.int64)
@@ -141,6 +143,7 @@ class FusedForward:
             query_NKRE.data_ptr(), bounds.ctypes.data, local_N.data_ptr(), chosen_NKC.data_ptr(), layer, tiles,
             groups, rows, size, sparse.sink_blocks, sparse.top_blocks,
         )  # fmt: skip
+        self.choosing_s += time.perf_counter() - begun
         return chosen_NKC
 
 
