@@ -1,19 +1,19 @@
 """Benchmarks of long contexts: time, memory, and what sparse attention costs and keeps.
 
 ``engine.context.million``: seconds until the first token of a context of 1,048,576 random tokens, with sparse
-attention, on a tiny bfloat16 model; ``.memory``: the process' peak. Peers: the limits of half an hour and 16 GB.
-Seconds and memory of each 100,000 tokens, attention and the choosing of blocks apart, go to
+attention, on a tiny bfloat16 model; ``.memory``: the process' peak. Peers: the limits of half an hour and 16
+GB. Seconds and memory of each 100,000 tokens, attention and the choosing of blocks apart, go to
 ``benchmarks/context.svg`` and ``context.json``.
 
-``engine.sparse.growth``: attention of one decoded token, the choosing of blocks included, at a million tokens over
-that at 100,000; medians of steps of two engines in turns. Peer: the limit of 1.5. ``engine.sparse.decode``: that
-attention at a million tokens, beside exact attention over the same keys.
+``engine.sparse.growth``: attention of one decoded token, the choosing of blocks included, at a million tokens
+over that at 100,000; medians of steps of two engines in turns. Peer: the limit of 1.5.
+``engine.sparse.decode``: that attention at a million tokens, beside exact attention over the same keys.
 
-``engine.context.8k``: seconds to read 8,192 tokens of real text (this project's pages and code) with SmolLM2-135M;
-peer: one forward of the ``transformers`` that is installed here, in the same dtype. ``engine.context.32k``: the
-same for 32,768 tokens under ``yarn`` scaling by 4, with sparse attention; peer: exact attention.
-``engine.context.perplexity``: of the last 8,192 of those 32,768 tokens under ``yarn``; peer: the model as it is,
-beyond its trained length.
+``engine.context.8k``: seconds to read 8,192 tokens of real text (this project's pages and code) with
+SmolLM2-135M; peer: one forward of the ``transformers`` that is installed here, in the same dtype.
+``engine.context.32k``: the same for 32,768 tokens under ``yarn`` scaling by 4, with sparse attention; peer:
+exact attention. ``engine.context.perplexity``: of the last 8,192 of those 32,768 tokens under ``yarn``; peer:
+the model as it is, beyond its trained length.
 
 ``engine.sparse.needle``: share of keys in 8,192 tokens whose value is recalled with sparse attention by a model
 trained for recall (``benchmarks/needle.py``); peer: with full attention.
@@ -274,8 +274,9 @@ def needle() -> dict[str, Any]:
         tokens, asked = sample(draw, NEEDLE_TOKENS, PAIRS)
         prompts += [([*tokens[: asked[0]], tokens[at]], tokens[at + 1]) for at in asked]
     found: dict[str, Any] = {"trained": right}
-    sparse = SparseConfig(sinks=16, window=128, top_blocks=16, block=16)
-    for name, choice in (("full", None), ("sparse", sparse)):
+    sparse = SparseConfig(sinks=64, window=128, top_blocks=16, block=64)
+    fewer = sparse.model_copy(update={"block": 16})
+    for name, choice in (("full", None), ("sparse", sparse), ("a quarter of it", fewer)):
         config = NativeConfig(max_running=1, token_budget=2048, cache_tokens=1 << 16, sparse=choice)
         engine = NativeEngine(copy.deepcopy(decoder), config=config)
         requests = [engine.submit(prompt, Sampling(temperature=0, max_tokens=1)) for prompt, _ in prompts]

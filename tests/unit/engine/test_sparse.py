@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lehr.core.trace import Sampling, Version
 from lehr.engine.native.attention import Span
@@ -18,9 +19,10 @@ from lehr.engine.native.fused import FusedForward, _bounds, _place
 from lehr.engine.native.kernels.build import why_not
 from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.rows import FAMILY, LONG, Rows, Slot
+from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import SparseConfig
 from lehr.engine.native.sparse import TILE, choose_blocks, sparse_attention, summarise
-from lehr.model.tiny import tiny_config
+from lehr.model.tiny import random_decoder, tiny_config
 
 SMALL = SparseConfig(sinks=8, window=40, top_blocks=3, block=8)
 HOT = Sampling(max_tokens=12, seed=5)
@@ -163,7 +165,9 @@ def test_kernels_compute_the_same(head_size: int) -> None:
     )  # fmt: skip
     plain = [sparse_attention(picked[n : n + 1], slot, 1, int(p), SMALL) for n, p in enumerate(positions)]
     torch.testing.assert_close(out, torch.cat(plain), atol=1e-5, rtol=0)
-    choose = functools.partial(FusedForward._choose, type("Fused", (), {"_kernels": kernels, "choosing_s": 0.0}))
+    choose = functools.partial(
+        FusedForward._choose, type("Fused", (), {"_kernels": kernels, "choosing_s": 0.0})
+    )
     pair = (sparse_attention(query[500:1500], slot, 1, 500, SMALL, c) for c in (choose, choose_blocks))
     torch.testing.assert_close(*pair, atol=1e-5, rtol=0)
 
@@ -230,3 +234,54 @@ def test_long_rows_are_exact(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     bench.run(engine, *requests)
     assert all(bench.agrees(r) for r in requests)
     assert set(engine._scheduler.rows.lanes) == {128}
+
+
+class _Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that is computed."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple) else (out,)
+        for tensor, returned in zip(made, func._schema.returns, strict=False):
+            if (
+                isinstance(tensor, Tensor) and returned.alias_info is None
+            ):  # neither a view nor written in place
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_e15_neither_logits_nor_scores_of_a_long_prompt_are_kept() -> None:
+    length, words = 3000, 4096
+    decoder = random_decoder(tiny_config(num_layers=1, vocab_size=words, max_positions=4096), std=0.25)
+    tokens = torch.randint(0, words, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    with _Largest() as seen:
+        ours = score(decoder, tokens, 1.0)
+    assert seen.elements < length * 400, (
+        "of length times the width of a layer; not times the length or the words"
+    )
+    with torch.inference_mode():
+        hidden = decoder.hidden(torch.tensor(tokens), torch.arange(length), _everything)
+        logits = decoder.logits(hidden[-101:-1])
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[-100:])[:, None])[:, 0]
+    assert np.abs(ours[-100:] - expected.numpy()).max() < 1e-4
+
+
+def _everything(layer: int, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
+    kv = torch.stack((key_TKE.transpose(0, 1), value_TKE.transpose(0, 1)))
+    return dense(query_THE, kv, causal(0, len(query_THE)))
+
+
+@pytest.mark.parametrize("sparse", [None, SMALL])
+def test_memory_of_a_long_prompt_grows_with_the_chunk_only(bench: Any, sparse: SparseConfig | None) -> None:
+    largest = []
+    for length in (900, 1900):
+        engine = bench.engine(token_budget=256, sparse=sparse)
+        request = engine.submit(bench.prompt(length), Sampling(max_tokens=1))
+        while request.remaining > 256:
+            engine.step()
+        with _Largest() as seen:
+            bench.run(engine, request)
+        largest.append(seen.elements)
+    assert max(largest) < 256 * 1900, "or scores of the chunk over all keys exist at once"
