@@ -53,22 +53,45 @@ def sample(draw: random.Random, length: int, pairs: int) -> tuple[list[int], lis
 def train(seconds: float, seed: int = 0) -> tuple[Decoder, float]:
     """Train for at most ``seconds``; return the model and its share of right answers on its last batches."""
     config = ModelConfig(
-        family="qwen2", qkv_bias=True, vocab_size=FILLER + KEYS + VALUES, hidden_size=128,
-        intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, max_positions=LONGEST,
-        rope=Rope(theta=1e12), tied_head=True, )  # fmt: skip decoder = random_decoder(config, seed=seed,
-        std=0.02) torch.manual_seed(seed) _circuit(decoder) optimizer =
-        torch.optim.AdamW(decoder.parameters(), lr=5e-4, betas=(0.9, 0.98), weight_decay=0.01) draw =
-        random.Random(seed) begun, right, step = time.monotonic(), 0.0, 0 while time.monotonic() - begun <
-        seconds and (right < 0.995 or step < LEAST_STEPS): length = draw.choice(LENGTHS) told = [sample(draw,
-        length, PAIRS) for _ in range(BATCH)] tokens_BT = torch.tensor([tokens for tokens, _ in told]) asked_N
-        = torch.tensor([b * length + at for b, (_, asked) in enumerate(told) for at in asked]) positions =
-        torch.cat([_jumping(draw, length) for _ in told]) hidden_TD = decoder.hidden(tokens_BT.flatten(),
-        positions, _Causal(BATCH)) logits_NV = decoder.logits(hidden_TD[asked_N]) answers_N =
-        tokens_BT.flatten()[asked_N + 1] loss = functional.cross_entropy(logits_NV, answers_N) loss.backward()
-        for group in optimizer.param_groups: group["lr"] = 5e-4 * min(1.0, (step + 1) / 50)
-        torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0) optimizer.step() optimizer.zero_grad() step
-        += 1 now = float((logits_NV.argmax(-1) == answers_N).float().mean()) right = 0.95 * right + 0.05 * now
-        return decoder, right
+        family="qwen2",
+        qkv_bias=True,
+        vocab_size=FILLER + KEYS + VALUES,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=32,
+        max_positions=LONGEST,
+        rope=Rope(theta=1e12),
+        tied_head=True,
+    )
+    decoder = random_decoder(config, seed=seed, std=0.02)
+    torch.manual_seed(seed)
+    _circuit(decoder)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=5e-4, betas=(0.9, 0.98), weight_decay=0.01)
+    draw = random.Random(seed)
+    begun, right, step = time.monotonic(), 0.0, 0
+    while time.monotonic() - begun < seconds and (right < 0.995 or step < LEAST_STEPS):
+        length = draw.choice(LENGTHS)
+        told = [sample(draw, length, PAIRS) for _ in range(BATCH)]
+        tokens_BT = torch.tensor([tokens for tokens, _ in told])
+        asked_N = torch.tensor([b * length + at for b, (_, asked) in enumerate(told) for at in asked])
+        positions = torch.cat([_jumping(draw, length) for _ in told])
+        hidden_TD = decoder.hidden(tokens_BT.flatten(), positions, _Causal(BATCH))
+        logits_NV = decoder.logits(hidden_TD[asked_N])
+        answers_N = tokens_BT.flatten()[asked_N + 1]
+        loss = functional.cross_entropy(logits_NV, answers_N)
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-4 * min(1.0, (step + 1) / 50)
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        now = float((logits_NV.argmax(-1) == answers_N).float().mean())
+        right = 0.95 * right + 0.05 * now
+    return decoder, right
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ def test_prompts_in_tiles_equal_full_attention(row: Any, start: int, count: int)
 
 
 def test_bounds_bound_every_score(row: Any) -> None:
-    slot, query = row
+    slot, _ = row
     summarised = LENGTH // SMALL.block
     for bounds, size in zip(slot.lane.bounds, (SMALL.block, SMALL.block * FAMILY), strict=True):
         for number in range(-(-summarised * SMALL.block // size)):
@@ -165,9 +165,8 @@ def test_kernels_compute_the_same(head_size: int) -> None:
     )  # fmt: skip
     plain = [sparse_attention(picked[n : n + 1], slot, 1, int(p), SMALL) for n, p in enumerate(positions)]
     torch.testing.assert_close(out, torch.cat(plain), atol=1e-5, rtol=0)
-    choose = functools.partial(
-        FusedForward._choose, type("Fused", (), {"_kernels": kernels, "choosing_s": 0.0})
-    )
+    fused = type("Fused", (), {"_kernels": kernels, "choosing_s": 0.0})
+    choose = functools.partial(FusedForward._choose, fused)
     pair = (sparse_attention(query[500:1500], slot, 1, 500, SMALL, c) for c in (choose, choose_blocks))
     torch.testing.assert_close(*pair, atol=1e-5, rtol=0)
 
