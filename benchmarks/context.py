@@ -75,10 +75,16 @@ def _million_rows(found: dict[str, Any]) -> Iterator[Row]:
     (HERE / "context.json").write_text(json.dumps(found, indent=2) + "\n")
     marks = found["marks"]
     at = [mark["tokens"] / 1000 for mark in marks]
+    read = [
+        mark["tokens"] - before for mark, before in zip(marks, (0, *(m["tokens"] for m in marks)), strict=False)
+    ]
     seconds = [
-        Line("all", [mark["seconds"] for mark in marks]),
-        Line("attention and choosing", [mark["attention_s"] for mark in marks]),
-        Line("choosing", [mark["choosing_s"] for mark in marks]),
+        Line(label, [mark[key] * STRIDE / some for mark, some in zip(marks, read, strict=True)])
+        for label, key in (
+            ("all", "seconds"),
+            ("attention and choosing", "attention_s"),
+            ("choosing", "choosing_s"),
+        )
     ]
     save(
         HERE / "context.svg", "thousand tokens", at,
