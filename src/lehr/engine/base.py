@@ -27,6 +27,12 @@ class EngineError(LehrError, RuntimeError):
     code = "engine"
 
 
+class EngineBroken(EngineError):
+    """An engine that cannot serve any request: it broke down, was closed, or waits for weights."""
+
+    code = "engine_broken"
+
+
 class RequestTooLarge(EngineError):
     """A request that can never fit; it alone fails, the engine lives on."""
 

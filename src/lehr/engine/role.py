@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.config import Config, resolve
 from lehr.core.trace import Completion, Version
-from lehr.engine.base import EngineError, EngineStats
+from lehr.engine.base import EngineBroken, EngineStats
 from lehr.engine.local import LocalEngine, open_engine
 from lehr.engine.messages import AbortRequest, ActivateRequest, Allotment, GenerateRequest, ScoreRequest
 from lehr.engine.native.settings import NativeConfig
@@ -47,7 +47,7 @@ class EngineService:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return one completion."""
         if self._awaits:
-            raise EngineError("this engine was started again and has no current weights yet")
+            raise EngineBroken("this engine was started again and has no current weights yet")
         return await self._engine.generate(
             request.tokens.tolist(), request.sampling, session=request.session, timeout_s=request.timeout_s
         )
