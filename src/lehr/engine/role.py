@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -13,11 +14,14 @@ from lehr.core.batch import Manifest
 from lehr.core.config import Config, resolve
 from lehr.core.trace import Completion, Version
 from lehr.engine.base import EngineBroken, EngineStats
-from lehr.engine.local import LocalEngine, open_engine
+from lehr.engine.local import LocalEngine
 from lehr.engine.messages import AbortRequest, ActivateRequest, Allotment, GenerateRequest, ScoreRequest
 from lehr.engine.native.settings import NativeConfig
+from lehr.engine.opening import open_any
 from lehr.model.fetch import locate
 from lehr.model.memory import keep_freed_memory
+
+log = logging.getLogger("lehr.engine")
 
 
 class EngineRoleConfig(Config):
@@ -88,5 +92,5 @@ def build(config: dict[str, Any]) -> EngineService:
     keep_freed_memory()
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     version = Version(settings.incarnation, settings.n)
-    engine = open_engine(locate(settings.model), settings.native, version)
+    engine = open_any(locate(settings.model), settings.native, version, note=log.warning)
     return EngineService(engine, await_weights=settings.await_weights)

@@ -38,15 +38,15 @@ def outline(folder: Path) -> Outline:
     if not isinstance(family, str):
         raise ConfigError(f"{file} names no model_type", expected="the configuration of a Hugging Face model")
     try:
-        return _foreign(family, raw)
+        return _foreign(family, raw, read_json(folder / "generation_config.json"))
     except KeyError as error:
         raise ConfigError(f"{file} lacks the key {error}", hint="Fetch the model again.") from error
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.what}", expected=error.expected, hint=error.hint) from error
 
 
-def _foreign(family: str, raw: Mapping[str, Any]) -> Outline:
+def _foreign(family: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Outline:
     inner = table(raw, "text_config") or raw
     longest = next((count(inner, key) for key in _LENGTHS if inner.get(key) is not None), _UNSTATED)
-    eos = token_ids(inner, "eos_token_id") or token_ids(raw, "eos_token_id")
-    return Outline(family, False, count(inner, "vocab_size"), longest, eos)
+    eos = {i for settings in (inner, raw, generation) for i in token_ids(settings, "eos_token_id")}
+    return Outline(family, False, count(inner, "vocab_size"), longest, tuple(sorted(eos)))

@@ -53,7 +53,7 @@ def evaluate_model(
     """
     observer = observer or Silent()
     opened = {name: open_domain(name, domain_paths) for name in match_domains(domains, domain_paths)}
-    require_model(model)
+    require_model(model, only_sampled=True)
     for name, domain in opened.items():
         size = domain.card.splits.get(split, 0)
         if not size:
@@ -65,7 +65,7 @@ def evaluate_model(
             observer.note(f"{name} has {size} {split} tasks; all of them are measured, not {count}")
     for domain in opened.values():
         domain.make_ready(observer.note)
-    folder = locate_model(model, observer)
+    folder = locate_model(model, observer, only_sampled=True)
     results = asyncio.run(_measure(folder, Suite(opened, split, count, seed), concurrency, observer))
     return [_row(name, [r for r in results if r.domain == name]) for name in opened]
 

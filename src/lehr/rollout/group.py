@@ -18,6 +18,9 @@ from lehr.sandbox.base import Boxes
 from lehr.sandbox.lease import on_behalf_of
 from lehr.verify.compose import judge
 
+ENGINE_CODES = frozenset({"engine", "engine_broken", "request_too_large"})
+"""Failures that are neither the task's nor its environment's."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
@@ -79,7 +82,7 @@ class GroupRunner:
         with on_behalf_of(task=task.id, attempt=attempt.trace_id, phase="attempt"):
             trace, evidence = await self._agent.run(plan.domain.environment(), task, plan.sampling, attempt)
         if trace.failure is not None:
-            reason = "engine" if trace.failure.code in ("engine", "request_too_large") else "environment"
+            reason = "engine" if trace.failure.code in ENGINE_CODES else "environment"
             return Judged(trace, Invalid(reason, trace.failure.detail))
         begun = self._clock.now()
         with self._meter(), on_behalf_of(task=task.id, attempt=attempt.trace_id, phase="verify"):

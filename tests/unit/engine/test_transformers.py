@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,17 @@ import pytest
 import torch
 
 from lehr.core.batch import Manifest
-from lehr.core.errors import ConfigError, MissingDependency
+from lehr.core.errors import ConfigError, MissingDependency, UnknownName
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError
+from lehr.engine.messages import GenerateRequest
 from lehr.engine.native.engine import NativeEngine
 from lehr.engine.native.packing import pack
 from lehr.engine.native.request import Request
 from lehr.engine.native.settings import NativeConfig
+from lehr.engine.role import build
 from lehr.engine.transformers.core import TransformersCore
-from lehr.engine.transformers.loading import load_model, require_transformers, stop_ids
+from lehr.engine.transformers.loading import load_model, require_transformers
 from lehr.engine.transformers.settings import TransformersConfig
 from lehr.model.checkpoint import file_digest, save_model
 from lehr.model.config import ModelConfig
@@ -28,6 +32,8 @@ from lehr.model.decoder import Decoder
 from lehr.model.outline import outline
 from lehr.model.tiny import random_decoder, tiny_config
 from lehr.model.tokenizer import ByteTokenizer
+from lehr.pipeline.models import context_tokens, locate_model
+from lehr.pipeline.observer import Silent
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -175,20 +181,32 @@ def test_requests_wait_for_room(tmp_path: Path) -> None:
     assert max(seen) == 2 and all(r.own == 30 or r.stop == "eos" for r in requests)
 
 
-def test_an_architecture_that_the_decoder_lacks(tmp_path: Path) -> None:
+def foreign(folder: Path) -> Any:
+    """Save a model of a family that the decoder does not know; return it as transformers has it."""
     transformers = require_transformers()
     made = transformers.Gemma2Config(
         vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, sliding_window=24, eos_token_id=[1, 258],
-        bos_token_id=2, pad_token_id=0,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, sliding_window=24,
+        eos_token_id=[1, 258], bos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(3)
     peer = transformers.AutoModelForCausalLM.from_config(made).eval()
-    peer.save_pretrained(tmp_path / "g")
+    peer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 7]}))
+    ByteTokenizer().save(folder)
+    return peer
+
+
+def test_an_architecture_that_the_decoder_lacks(tmp_path: Path) -> None:
+    peer = foreign(tmp_path / "g")
     found = outline(tmp_path / "g")
-    assert (found.known, found.family, found.max_positions, found.eos_ids) == (False, "gemma2", 512, (1, 258))
+    assert (found.known, found.family, found.max_positions, found.eos_ids) == (
+        False,
+        "gemma2",
+        512,
+        (1, 7, 258),
+    )
     slow = core(tmp_path / "g")
-    assert stop_ids(slow._model) == {1, 258}
     request = slow.submit([*b"A prompt that is longer than the window"], Sampling(max_tokens=20, seed=1))
     run(slow, request)
     ids = torch.tensor([request.tokens])
@@ -197,6 +215,40 @@ def test_an_architecture_that_the_decoder_lacks(tmp_path: Path) -> None:
     own = request.completion().raw_logprobs
     assert len(own) == 20 and np.abs(said[-20:] - own).max() < 1e-4
     assert np.abs(said - slow.score(request.tokens)).max() < 1e-4
+
+
+def test_an_engine_process_falls_back_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    foreign(tmp_path / "g")
+
+    async def go() -> None:
+        service = build({"model": str(tmp_path / "g"), "native": {"dtype": "float32"}})
+        try:
+            done = await service.generate(GenerateRequest(np.arange(5, dtype=np.int32), Sampling(max_tokens=3)))
+            assert 0 < len(done.tokens) <= 3
+        finally:
+            await service.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(go(), 60))
+    assert "does not know the family 'gemma2'" in caplog.text
+    with pytest.raises(ConfigError, match="draft_tokens is 4"):
+        build({"model": str(tmp_path / "g"), "native": {"draft_tokens": 4}})
+
+
+def test_a_family_that_is_not_known_can_be_sampled_from_and_not_trained(tmp_path: Path) -> None:
+    foreign(tmp_path / "g")
+    notes: list[str] = []
+
+    class Notes(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    name = str(tmp_path / "g")
+    assert locate_model(name, Notes(), only_sampled=True) == tmp_path / "g"
+    assert len(notes) == 1 and "many times slower" in notes[0]
+    assert context_tokens(tmp_path / "g") == 512
+    with pytest.raises(UnknownName, match=r"(?s)gemma2.*`lehr serve` and `lehr eval`"):
+        locate_model(name, Notes())
 
 
 def test_a_model_without_a_cache_is_computed_again_for_each_token(tmp_path: Path) -> None:

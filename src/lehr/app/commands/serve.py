@@ -86,7 +86,7 @@ def serve(
         )
     bound = bind(host, port)
     with bound:
-        folder = locate_model(model, Notes())
+        folder = locate_model(model, Notes(), only_sampled=True)
         asyncio.run(
             _serve(
                 folder,
@@ -116,10 +116,10 @@ async def _serve(
     from lehr.app.serve.metrics import Meter
     from lehr.app.serve.server import application
     from lehr.app.serve.work import Service, served
-    from lehr.engine.local import open_engine
+    from lehr.engine.opening import open_any
 
     click.echo(f"loading {name} …", err=True)
-    engine = open_engine(folder, config)
+    engine = open_any(folder, config, note=lambda _: None)  # it was said when the model was found
     try:
         model = served(folder, name, config.cache_tokens)
         secret = token or secrets.token_urlsafe(24)

@@ -32,12 +32,7 @@ def require_servable(
             f"token {min(prompt) if min(prompt) < 0 else max(prompt)} is outside the vocabulary",
             expected=f"ids from 0 to {vocab_size - 1}",
         )
-    if (
-        sampling.max_tokens < 0
-        or sampling.temperature < 0
-        or not 0 < sampling.top_p <= 1
-        or sampling.top_k < 0
-    ):
+    if sampling.max_tokens < 0 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise EngineError(
             f"cannot sample with {sampling}", expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
         )

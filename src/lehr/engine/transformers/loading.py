@@ -73,15 +73,6 @@ def with_weights(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) 
     return made.eval()
 
 
-def stop_ids(model: Any) -> set[int]:
-    """Return the tokens that end a text, as the model's own settings name them."""
-    found: set[int] = set()
-    for settings in (model.config.get_text_config(), getattr(model, "generation_config", None)):
-        ids = getattr(settings, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or ())
-    return found
-
-
 def _incomplete(report: Mapping[str, Any]) -> str:
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, report.get(what) or ()))

@@ -8,7 +8,7 @@ from lehr.core.trace import Version
 from lehr.engine.local import LocalEngine
 from lehr.engine.native.engine import FIRST
 from lehr.engine.transformers.core import TransformersCore
-from lehr.engine.transformers.loading import load_model, stop_ids
+from lehr.engine.transformers.loading import load_model
 from lehr.engine.transformers.settings import TransformersConfig
 from lehr.model.chat import ChatRenderer
 from lehr.model.dtype import compute_dtype
@@ -28,7 +28,7 @@ def open_transformers(
         max_positions=found.max_positions,
         config=config,
         tokenizer=tokenizer,
-        stop_ids={*ChatRenderer(tokenizer).stop_ids, *found.eos_ids, *stop_ids(model)},
+        stop_ids={*ChatRenderer(tokenizer).stop_ids, *found.eos_ids},
         version=version,
     )
     return LocalEngine(core)

@@ -1,0 +1,53 @@
+"""Opens a model folder with the engine that can sample from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lehr.core.errors import ConfigError
+from lehr.core.trace import Version
+from lehr.engine.local import LocalEngine, open_engine
+from lehr.engine.native.engine import FIRST
+from lehr.engine.native.settings import NativeConfig
+from lehr.model.outline import Outline, outline
+
+
+def open_any(
+    folder: Path,
+    config: NativeConfig | None = None,
+    version: Version = FIRST,
+    *,
+    note: Callable[[str], None],
+) -> LocalEngine:
+    """Return the native engine where its decoder knows the model's family, else one on transformers with the
+    same limits; ``note`` is told of that.
+
+    Raises :class:`MissingDependency` where transformers is needed and not installed, and :class:`ConfigError`
+    for a setting that only the native engine has.
+    """
+    config = config or NativeConfig()
+    found = outline(folder)
+    if found.known:
+        return open_engine(folder, config, version)
+    if config.draft_tokens:
+        raise ConfigError(
+            f"draft_tokens is {config.draft_tokens}, and models of the family {found.family!r} are sampled from"
+            " without drafts",
+            expected="0",
+        )
+    from lehr.engine.transformers.opening import open_transformers
+    from lehr.engine.transformers.settings import TransformersConfig
+
+    note(why_slow(folder, found))
+    same = {name: getattr(config, name) for name in ("cache_tokens", "dtype")}
+    running = min(config.max_running, TransformersConfig().max_running)
+    return open_transformers(folder, TransformersConfig(max_running=running, **same), version)
+
+
+def why_slow(folder: Path, found: Outline) -> str:
+    """Return what a person should know before a model is sampled from by transformers."""
+    return (
+        f"{folder.name}: the native engine does not know the family {found.family!r}. Sampling with"
+        " transformers, one request after the other and without a prefix cache: many times slower."
+    )
