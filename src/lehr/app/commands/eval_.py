@@ -14,7 +14,11 @@ from lehr.core.task import Split
 
 @click.command("eval")
 @click.argument("domains", nargs=-1, required=True)
-@click.option("--model", required=True, help="A run folder, a Hugging Face folder, or a model's name.")
+@click.option(
+    "--model",
+    required=True,
+    help="A run folder, a Hugging Face folder, a model's name, or openai:NAME@BASE_URL.",
+)
 @click.option("--n", "count", default=100, show_default=True, type=click.IntRange(1), help="Tasks per domain.")
 @click.option(
     "--split",
@@ -23,10 +27,19 @@ from lehr.core.task import Split
     show_default=True,
     help="Which tasks.",
 )
+@click.option(
+    "--api", multiple=True, metavar="KEY=VALUE", help="How to ask an openai: model; may be given several times."
+)
 @IN
 @json_option
 def eval_(
-    domains: tuple[str, ...], model: str, count: int, split: Split, folders: tuple[Path, ...], as_json: bool
+    domains: tuple[str, ...],
+    model: str,
+    count: int,
+    split: Split,
+    api: tuple[str, ...],
+    folders: tuple[Path, ...],
+    as_json: bool,
 ) -> int:
     """Measure a model on domains: one greedy attempt at each task.
 
@@ -34,6 +47,10 @@ def eval_(
     measured, on the same tasks as in its report. A few verdicts may differ from the report's where the model
     computes in bfloat16: sums are rounded according to which attempts share a batch, and so, now and then, the
     other of two nearly equal tokens comes first.
+
+    openai:NAME@BASE_URL is a model behind an OpenAI-compatible API (without @BASE_URL, OpenAI's own). Its key
+    is read from LEHR_API_KEY (OPENAI_API_KEY for OpenAI's own), or the variable that --api key_env=VARIABLE
+    names.
     """
     from lehr.app.preflight import require_fit_host
     from lehr.app.progress import progress
@@ -43,7 +60,7 @@ def eval_(
     require_fit_host()
     with progress(console(stderr=True)) as observer:
         found = evaluate_model(
-            model, domains, split=split, count=count, domain_paths=folders, observer=observer
+            model, domains, split=split, count=count, api=api, domain_paths=folders, observer=observer
         )
     rows = [asdict(row) | {"rate": row.passed / row.n if row.n else None} for row in found]
     nothing = not any(row.n for row in found)
