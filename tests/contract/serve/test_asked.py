@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from lehr.engine.openai.settings import OpenAIConfig
 from lehr.pipeline.evaluate import evaluate_model
 from lehr.pipeline.observer import Silent
 
-LETTERS = Path(__file__).parents[2] / "e2e"
 ASKED = [Message(role="user", content="Hi")]
 GREEDY = Sampling(temperature=0.0, max_tokens=64)
 SAID, TOKEN, NAME = "é€😀ab", "a-token-of-the-tests", "scripted"
@@ -92,12 +90,10 @@ def test_a_model_behind_an_api_is_measured(server: Any, monkeypatch: pytest.Monk
             notes.append(text)
 
     name = f"openai:{NAME}@{server.address}/v1"
-    rows = evaluate_model(name, ["test/letters"], count=3, domain_paths=[LETTERS], observer=Notes())
-    assert [(row.domain, row.n, row.invalid) for row in rows] == [("test/letters", 3, 0)]
+    rows = evaluate_model(name, ["reasoning/gcd"], count=3, observer=Notes())
+    assert [(row.domain, row.n, row.invalid) for row in rows] == [("reasoning/gcd", 3, 0)]
     assert any("3 answers in 3 requests" in note for note in notes)
+    other = f"openai:other@{server.address}/v1"
     with pytest.raises(ExceptionGroup) as found:
-        evaluate_model(
-            f"openai:other@{server.address}/v1", ["test/letters"], count=3, domain_paths=[LETTERS],
-            api=["concurrency=1"],
-        )  # fmt: skip
+        evaluate_model(other, ["reasoning/gcd"], count=3, api=["concurrency=1"])
     assert found.group_contains(NoAccess, match="is not served")
