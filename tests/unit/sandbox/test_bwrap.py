@@ -98,6 +98,7 @@ def test_pool_replaces_a_broken_warm_box() -> None:
 def test_nothing_is_left_after_destruction() -> None:
     places = find_places()
     descriptors = len(os.listdir("/proc/self/fd"))
+    before = processes_below(os.getpid())  # of other tests in this process, such as multiprocessing's tracker
 
     async def use(box: RunnerBox) -> None:
         await box.exec(["sh", "-c", "sleep 60 & echo started"])
@@ -106,7 +107,8 @@ def test_nothing_is_left_after_destruction() -> None:
 
     in_box(use)
     in_box(use)
-    assert processes_below(os.getpid()) == []
+    left = [pid for pid in processes_below(os.getpid()) if pid not in before]
+    assert [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left] == []
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     for place in places.controllers.values():
         assert not [path for path in place.folder.glob("lehr-*") if f"-{os.getpid()}-" in path.name]

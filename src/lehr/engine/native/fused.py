@@ -105,7 +105,7 @@ class _Weights:
 
 
 def _place(span: Span) -> tuple[int, int, int, int]:
-    """Return ``kernels.cpp``'s ``Place`` of a span's row."""
+    """Return ``kernels/shared.h``'s ``Place`` of a span's row."""
     kv = span.slot.lane.kv
     layer, value, row, head, _, _ = kv.stride()
     return kv.data_ptr() + span.slot.row * row * kv.element_size(), layer, value, head

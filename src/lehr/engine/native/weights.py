@@ -8,10 +8,17 @@ import torch
 
 from lehr.core.batch import Manifest
 from lehr.engine.base import EngineError
+from lehr.engine.native.int8 import round_weights
 from lehr.engine.native.packing import pack
+from lehr.engine.native.settings import WeightFormat
 from lehr.model.checkpoint import file_digest, read_tensors
 from lehr.model.config import ModelConfig
 from lehr.model.decoder import Decoder
+
+
+def prepared(decoder: Decoder, weights: WeightFormat) -> Decoder:
+    """Lay the projections of ``decoder`` out for sampling, in place, and return it."""
+    return pack(round_weights(decoder) if weights == "int8" else decoder)
 
 
 def published_file(manifest: Manifest) -> Path:
@@ -25,8 +32,10 @@ def published_file(manifest: Manifest) -> Path:
     return path
 
 
-def load_published(manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> Decoder:
+def load_published(
+    manifest: Manifest, config: ModelConfig, dtype: torch.dtype, weights: WeightFormat = "plain"
+) -> Decoder:
     """Return the published weights, ready to sample from. Raises :class:`EngineError` if they are damaged."""
     path = published_file(manifest)
     with torch.inference_mode():
-        return pack(Decoder.from_hf(config, read_tensors(path), dtype))
+        return prepared(Decoder.from_hf(config, read_tensors(path), dtype), weights)

@@ -1,6 +1,6 @@
 """What runs between the matrix products of a step, compiled once on the machine that runs it.
 
-``kernels.cpp`` needs nothing but a C++ compiler and takes a few seconds; the library is kept in
+The ``.cpp`` files of this folder need nothing but a C++ compiler and take a few seconds; the library is kept in
 ``$LEHR_HOME/kernels`` (or ``~/.cache/lehr/kernels``) under a digest of the source, the compiler and the
 processor. Without a compiler the engine computes the same with torch's operations, at about half the speed,
 and says so once.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lehr.model.fetch import cache
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+HERE = Path(__file__).parent
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
     "-fassociative-math", "-fno-signed-zeros", "-shared", "-fPIC",
@@ -52,14 +52,16 @@ def built() -> Path:
     """Return the library, compiled unless it is there already. Raises ``OSError`` or ``SubprocessError``."""
     program = compiler() or "g++"
     version = _run([program, "--version"])
-    parts = (SOURCE.read_bytes(), version.encode(), " ".join(FLAGS).encode(), _processor())
+    sources, headers = sorted(HERE.glob("*.cpp")), sorted(HERE.glob("*.h"))
+    code = b"\0".join(file.read_bytes() for file in (*sources, *headers))
+    parts = (code, version.encode(), " ".join(FLAGS).encode(), _processor())
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=12).hexdigest()
     folder = _folder()
     path = folder / f"kernels-{digest}.so"
     if not _is_ours(path):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / path.name
-            _run([program, *FLAGS, "-o", str(made), str(SOURCE)])
+            _run([program, *FLAGS, "-o", str(made), *map(str, sources)])
             made.rename(path)
     return path
 
