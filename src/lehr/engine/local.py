@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import EngineBroken, EngineStats, InFlight, OnTokens
+from lehr.engine.base import EngineBroken, EngineStats, InFlight, OnTokens, UnknownSession
 from lehr.engine.messages import Allotment
 from lehr.engine.native.engine import FIRST, NativeEngine
 from lehr.engine.native.request import Request
@@ -78,6 +78,10 @@ class Stepper(Protocol):
         """Switch to offered weights; return the requests that this ended."""
         ...
 
+    def flush(self) -> None:
+        """Forget every cached prefix."""
+        ...
+
     def stats(self) -> EngineStats:
         """Return a snapshot."""
         ...
@@ -110,6 +114,7 @@ class LocalEngine:
         self._wake = threading.Condition()
         self._waiters: dict[Request, _Waiter] = {}
         self._closed = False
+        self._paused = False
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -162,6 +167,17 @@ class LocalEngine:
         """Return float32[T-1]: the log-probability of each token after the first."""
         return await self._between_steps(lambda: self._stepper.score(tokens, temperature))
 
+    async def pause(self) -> None:
+        """Compute no further step until :meth:`resume`; the one under way is over when this returns."""
+        await self._between_steps(lambda: self._hold(True))
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._between_steps(lambda: self._hold(False))
+
+    def _hold(self, paused: bool) -> None:
+        self._paused = paused
+
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
         weights = await asyncio.to_thread(self._stepper.load, manifest)
@@ -171,11 +187,17 @@ class LocalEngine:
         """Switch to fetched weights between two decode steps."""
         await self._between_steps(lambda: self._deliver(self._stepper.activate(version, in_flight)))
 
+    async def flush(self) -> None:
+        """Forget every cached prefix. Running requests go on, and what they computed so far is not cached."""
+        await self._between_steps(self._stepper.flush)
+
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""
 
         def end() -> int:
             chosen = [r for r in self._stepper.live() if not session or r.session == session]
+            if session and not chosen:
+                raise UnknownSession(f"session {session!r} has no request that waits or runs")
             for request in chosen:
                 self._stepper.cancel(request)
             self._deliver(chosen)
@@ -240,7 +262,7 @@ class LocalEngine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._commands and self._stepper.idle and not self._closed:
+                while not self._commands and (self._paused or self._stepper.idle) and not self._closed:
                     self._wake.wait()
                 if self._closed:
                     return
@@ -249,7 +271,7 @@ class LocalEngine:
             try:
                 for command in commands:
                     command()
-                done = self._stepper.step()
+                done = [] if self._paused else self._stepper.step()
                 for request, waiter in self._waiters.items():
                     waiter.tell(request)
                 self._deliver(done)

@@ -30,12 +30,15 @@ def open_any(
     found = outline(folder)
     if found.known:
         return open_engine(folder, config, version)
-    if config.draft_tokens:
-        raise ConfigError(
-            f"draft_tokens is {config.draft_tokens}, and models of the family {found.family!r} are sampled from"
-            " without drafts",
-            expected="0",
-        )
+    usual = NativeConfig()
+    for name in ("draft_tokens", "weights"):
+        value = getattr(config, name)
+        if value != getattr(usual, name):
+            raise ConfigError(
+                f"{name} is {value!r}, which the native engine alone has, and it does not know the family"
+                f" {found.family!r}",
+                expected=repr(getattr(usual, name)),
+            )
     from lehr.engine.transformers.opening import open_transformers
     from lehr.engine.transformers.settings import TransformersConfig
 

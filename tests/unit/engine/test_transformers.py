@@ -231,7 +231,7 @@ def test_an_engine_process_falls_back_and_says_so(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING):
         asyncio.run(asyncio.wait_for(go(), 60))
     assert "does not know the family 'gemma2'" in caplog.text
-    with pytest.raises(ConfigError, match="draft_tokens is 4"):
+    with pytest.raises(ConfigError, match="draft_tokens is 4, which the native engine alone has"):
         build({"model": str(tmp_path / "g"), "native": {"draft_tokens": 4}})
 
 

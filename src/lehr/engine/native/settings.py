@@ -25,8 +25,8 @@ class NativeConfig(Config):
     """Tokens drafted at most per request and step (speculative decoding); 0 is off. Changes how many steps a
     completion takes, never its distribution. Pays where text repeats itself and few requests run."""
     weights: WeightFormat = "plain"
-    """``int8`` rounds the weights to one byte each, a scale per output: steps of up to 16 tokens take about half
-    the time, memory for weights rises by half, and log-probabilities move a little."""
+    """``int8`` rounds the weights to one byte each, a scale per output: steps of up to 16 tokens take about
+    half the time, memory for weights rises by half, and log-probabilities move a little."""
     kernels: bool = True
     """Use compiled kernels where there is a C++ compiler; without them the engine is about half as fast."""
     dtype: Dtype = "auto"

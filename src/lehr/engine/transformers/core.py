@@ -254,6 +254,9 @@ class TransformersCore:
         self.version = version
         return ended
 
+    def flush(self) -> None:
+        """Nothing is cached across requests."""
+
     def stats(self) -> EngineStats:
         """Return a snapshot. Nothing is ever cached; what running requests may become is held."""
         held = self._held()
