@@ -3,104 +3,318 @@
 Small models do not fill many threads: between two large products one thread works alone. Two engines of one
 thread each sample nearly twice as fast as one of two threads.
 
-The turns of a session go to one engine, and so do requests with the same prompt (the members of a group),
-because what they share is cached there. Both go elsewhere when their engine has ``SLACK`` requests more than
-the idlest one: an imbalance costs more than computing a prompt again.
+``seats`` says where a request goes. An engine that serves nobody any more is taken out: its requests are given
+to others, it is asked from time to time whether it works, and it is taken back once it has the weights in force.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+import logging
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lehr.core.batch import Manifest
-from lehr.core.errors import ConfigError
+from lehr.core.errors import ConfigError, DeadlineExceeded, LehrError
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import Engine, EngineStats, InFlight
+from lehr.engine.affinity import Beginning, beginnings
+from lehr.engine.base import EngineBroken, EngineError, EngineStats, InFlight, UnknownSession
 from lehr.engine.messages import Allotment
+from lehr.engine.seats import BROKEN, Member, Seat, Seating
 
-K = TypeVar("K")
 T = TypeVar("T")
 
-SLACK = 8
-"""Requests that an engine may have more than the idlest one before its sessions move."""
-REMEMBERED = 4096
-"""Sessions and prompts whose engine is remembered."""
+MOVES = 3
+"""Engines that may break under one request before it is no longer given to another: it may be the cause."""
+PATIENCE_S = 5.0
+"""How long a request waits for an engine to come back where all of them are out."""
+PROBE_S = 30.0
+"""How long an engine may take to say that it works."""
+FIRST_PROBE_S, LAST_PROBE_S = 0.25, 30.0
+
+log = logging.getLogger("lehr.engine.router")
 
 
-class Member(Engine, Protocol):
-    """An engine that can be told how much of the machine to use."""
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """A request that the router holds. seated: a member has it."""
 
-    async def abort(self, session: str = "") -> int:
-        """End the requests of ``session`` (all with "") with what they have; return how many there were."""
-        ...
-
-    async def allot(self, allotment: Allotment) -> None:
-        """Use another share of the machine from the next step on."""
-        ...
+    session: str
+    seated: bool = False
+    aborted: bool = False
 
 
 class Router:
     """Implements ``engine.base.Engine`` over its members, all of which begin with the same weights.
 
-    New weights are in force in all members before the next request is passed on, so that the versions of a
-    session never fall when it moves.
+    The versions of a session never fall when it moves. By default new weights are in force in all members before
+    the next request is passed on. With ``rolling``, members switch one after the other while the others serve:
+    for engines that take long over it. Meanwhile a session that has seen new weights goes to members that have
+    them. Either way a switch that was begun is finished, whether or not its caller waits.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        rolling: bool = False,
+        patience_s: float = PATIENCE_S,
+        first_probe_s: float = FIRST_PROBE_S,
+        probe_s: float = PROBE_S,
+    ) -> None:
         if not members:
             raise ConfigError("a router was given no engine", expected="at least one")
-        self._members = tuple(members)
-        self._load = [0] * len(members)
-        self._sessions: OrderedDict[str, int] = OrderedDict()
-        self._prompts: OrderedDict[bytes, int] = OrderedDict()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self._seats = tuple(Seat(number, member) for number, member in enumerate(members))
+        self._seating = Seating()
+        self._rolling, self._patience_s = rolling, patience_s
+        self._first_probe_s, self._probe_s = first_probe_s, probe_s
+        self._tickets: set[_Ticket] = set()
+        self._changed = asyncio.Event()
+        self._switching = asyncio.Lock()
+        self._ahead: Version | None = None
+        self._risen: set[str] = set()
+        self._version: Version | None = None
+        self._manifests: dict[Version, Manifest] = {}
+        self._parts: list[Allotment] | None = None
+        self._paused = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watched: set[Seat] = set()
+
+    # requests
 
     async def generate(
         self, tokens: Sequence[int], sampling: Sampling, *, session: str = "", timeout_s: float = 600.0
     ) -> Completion:
-        """Return one completion, from the engine that has most of it cached unless that one is busy."""
-        await self._settled.wait()
-        async with self._seat(tokens, session) as member:
-            return await member.generate(tokens, sampling, session=session, timeout_s=timeout_s)
+        """Return one completion, from the engine that has most of it cached unless that one is busy. Where an
+        engine breaks, another one makes the completion from its beginning: nobody has seen any of it.
+        """
+
+        def ask(seat: Seat, left_s: float) -> Coroutine[Any, Any, Completion]:
+            return seat.engine.generate(tokens, sampling, session=session, timeout_s=left_s)
+
+        done = await self._serve(tokens, session, timeout_s, ask)
+        if done is None:
+            return _nothing()
+        if session and self._ahead is not None and len(done.versions):
+            if int(done.versions.max()) >= self._ahead.packed:
+                self._risen.add(session)
+        return done
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1]: the log-probability of each token after the first."""
-        await self._settled.wait()
-        async with self._seat(tokens, "") as member:
-            return await member.score(tokens, temperature=temperature)
+
+        def ask(seat: Seat, left_s: float) -> Coroutine[Any, Any, NDArray[np.float32]]:
+            return seat.engine.score(tokens, temperature=temperature)
+
+        done = await self._serve(tokens, "", 600.0, ask)
+        if done is None:
+            raise EngineError("the request was aborted before an engine had it")
+        return done
+
+    async def _serve(
+        self,
+        tokens: Sequence[int],
+        session: str,
+        timeout_s: float,
+        ask: Callable[[Seat, float], Coroutine[Any, Any, T]],
+    ) -> T | None:
+        """Have a member do it, and another one if that one breaks; None where it was aborted in between."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + timeout_s
+        chain = beginnings(tokens)
+        ticket = _Ticket(session)
+        self._tickets.add(ticket)
+        moves = 0
+        try:
+            while True:
+                seat = await self._seat(chain, ticket, ends)
+                if seat is None:
+                    return None
+                with self._taken(seat, ticket):
+                    try:
+                        return await ask(seat, max(0.001, ends - loop.time()))
+                    except BROKEN as error:
+                        self._take_out(seat, error)
+                        moves += 1
+                        if moves >= min(MOVES, len(self._seats)):
+                            raise
+                    except DeadlineExceeded:
+                        self._suspect(seat)
+                        raise
+        finally:
+            self._tickets.discard(ticket)
+
+    @contextmanager
+    def _taken(self, seat: Seat, ticket: _Ticket) -> Generator[None]:
+        seat.load += 1
+        ticket.seated = True
+        try:
+            yield
+        finally:
+            ticket.seated = False
+            seat.load -= 1
+
+    async def _seat(self, chain: Sequence[Beginning], ticket: _Ticket, ends: float) -> Seat | None:
+        """Wait for a member that may take a request; None where it was aborted."""
+        loop = asyncio.get_running_loop()
+        out_since: float | None = None
+        while not ticket.aborted:
+            seat = self._seating.choose(self._seats, chain, ticket.session, lambda s: self._may(s, ticket.session))
+            if seat is not None:
+                return seat
+            until = ends
+            if all(s.out is not None for s in self._seats):
+                out_since = loop.time() if out_since is None else out_since
+                until = min(ends, out_since + self._patience_s)
+                if loop.time() >= until:
+                    raise self._nobody()
+            else:
+                out_since = None
+            if loop.time() >= ends:
+                raise DeadlineExceeded("no engine took the request before its deadline")
+            await self._change(until - loop.time())
+        return None
+
+    def _may(self, seat: Seat, session: str) -> bool:
+        if not seat.open:
+            return False
+        return session not in self._risen or self._ahead is None or seat.version == self._ahead
+
+    def _nobody(self) -> LehrError:
+        error = self._seats[-1].out
+        causes = "; ".join(dict.fromkeys(f"{s.out}" for s in self._seats))
+        if len(self._seats) == 1 and isinstance(error, LehrError):
+            return error
+        kind = type(error) if isinstance(error, LehrError) else EngineBroken
+        return kind(f"none of the {len(self._seats)} engines serves any more: {causes}")
+
+    async def _change(self, timeout_s: float) -> None:
+        """Wait until a member opens or closes, or the time is over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # weights
 
     async def fetch(self, manifest: Manifest) -> None:
-        """Load published weights into every member."""
-        await _all(member.fetch(manifest) for member in self._members)
+        """Load published weights into every member that serves."""
+        self._manifests[manifest.version] = manifest
+        await self._everyone(lambda seat: seat.engine.fetch(manifest))
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
-        """Switch every member; requests that come meanwhile wait for the last of them."""
-        self._settled.clear()
+        """Switch every member. Raises what they say where none of them could; one that alone could not is out,
+        and comes back with these weights.
+        """
+        await asyncio.shield(self._begin(self._switch(version, in_flight)))
+
+    async def _switch(self, version: Version, in_flight: InFlight) -> None:
+        async with self._switching:
+            seats = [seat for seat in self._seats if seat.out is None]
+            if not seats:
+                raise self._nobody()
+            self._ahead = version
+            failed: list[tuple[Seat, LehrError | OSError]] = []
+            try:
+                for some in [[seat] for seat in seats] if self._rolling else [seats]:
+                    failed += await self._switch_some(some, version, in_flight)
+                    if len(failed) == len(seats):
+                        break
+                    if self._rolling and len(failed) == 1 and not any(s.version == version for s in seats):
+                        if not isinstance(failed[0][1], BROKEN):
+                            break  # what the first refuses is not tried on the others
+                self._conclude(seats, failed, version)
+            finally:
+                self._ahead = None
+                self._risen.clear()
+                self._tell()
+
+    async def _switch_some(
+        self, seats: Sequence[Seat], version: Version, in_flight: InFlight
+    ) -> list[tuple[Seat, LehrError | OSError]]:
+        for seat in seats:
+            seat.updating = True
         try:
-            await _all(member.activate(version, in_flight) for member in self._members)
+            found = await asyncio.gather(
+                *(seat.engine.activate(version, in_flight) for seat in seats), return_exceptions=True
+            )
         finally:
-            self._settled.set()
+            for seat in seats:
+                seat.updating = False
+        failed: list[tuple[Seat, LehrError | OSError]] = []
+        for seat, result in zip(seats, found, strict=True):
+            if result is None:
+                seat.version = version
+            elif isinstance(result, LehrError | OSError):
+                failed.append((seat, result))
+            else:
+                raise result
+        for seat, error in failed:
+            if isinstance(error, BROKEN):
+                self._take_out(seat, error)
+        self._tell()
+        return failed
+
+    def _conclude(
+        self, seats: Sequence[Seat], failed: Sequence[tuple[Seat, LehrError | OSError]], version: Version
+    ) -> None:
+        """Put weights in force that a member has; raise where none has them."""
+        if not any(seat.version == version for seat in seats):
+            raise failed[0][1]
+        self._version = version
+        self._manifests = {v: m for v, m in self._manifests.items() if v >= version}
+        self._seating.prefixes.clear()
+        for seat, error in failed:
+            self._take_out(seat, error)
+
+    # the rest of the protocol
+
+    async def pause(self) -> None:
+        """Pause every member."""
+        self._paused = True
+        await self._everyone(lambda seat: seat.engine.pause())
+
+    async def resume(self) -> None:
+        """Let every member go on."""
+        self._paused = False
+        await self._everyone(lambda seat: seat.engine.resume())
+
+    async def flush(self) -> None:
+        """Make every member forget its cached prefixes."""
+        self._seating.prefixes.clear()
+        await self._everyone(lambda seat: seat.engine.flush())
 
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""
-        return sum(await _all(member.abort(session) for member in self._members))
+        ended = 0
+        for ticket in self._tickets:
+            if not session or ticket.session == session:
+                ticket.aborted = True  # one that a member has ends there, and is not given to another
+                ended += not ticket.seated
+        self._tell()
+        ended += sum(await self._everyone(lambda seat: _ended(seat.engine, session)))
+        if session and not ended:
+            raise UnknownSession(f"session {session!r} has no request that waits or runs")
+        return ended
 
     async def allot(self, allotment: Allotment) -> None:
         """Divide a share of the machine between the members."""
-        parts = divided(allotment, len(self._members))
-        await _all(member.allot(part) for member, part in zip(self._members, parts, strict=True))
+        parts = self._parts = divided(allotment, len(self._seats))
+        await self._everyone(lambda seat: seat.engine.allot(parts[seat.number]))
 
     async def stats(self) -> EngineStats:
-        """Return sums over the members; ``busy_s`` is their mean, ``version`` the oldest in force."""
-        found = await _all(member.stats() for member in self._members)
+        """Return sums over the members that serve; ``busy_s`` is their mean, ``version`` the oldest in force."""
+        found = await self._everyone(lambda seat: seat.engine.stats())
         return EngineStats(
             version=min(s.version for s in found),
             running=sum(s.running for s in found),
@@ -118,29 +332,116 @@ class Router:
             accepted_tokens=sum(s.accepted_tokens for s in found),
         )
 
+    @property
+    def out(self) -> dict[int, str]:
+        """Members that take no requests now, by number, and why."""
+        return {seat.number: str(seat.out) for seat in self._seats if seat.out is not None}
+
     async def close(self) -> None:
-        """Abort what runs in every member. Idempotent."""
-        await _all(member.close() for member in self._members)
+        """Abort what runs in every member. Idempotent. A member that is out may be gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        found = await asyncio.gather(*(seat.engine.close() for seat in self._seats), return_exceptions=True)
+        for result in found:
+            if isinstance(result, BaseException) and not isinstance(result, BROKEN):
+                raise result
 
-    @asynccontextmanager
-    async def _seat(self, tokens: Sequence[int], session: str) -> AsyncGenerator[Member]:
-        chosen = self._choose(np.asarray(tokens, np.int32).tobytes(), session)
-        self._load[chosen] += 1
+    async def _everyone(self, call: Callable[[Seat], Coroutine[Any, Any, T]]) -> list[T]:
+        """Call every member that serves. One that turns out to be broken is taken out; where all are, and for any
+        other failure, the first is raised.
+        """
+        seats = [seat for seat in self._seats if seat.out is None]
+        if not seats:
+            raise self._nobody()
+        found = await _all(call(seat) for seat in seats)
+        for seat, result in zip(seats, found, strict=True):
+            if isinstance(result, BROKEN):
+                self._take_out(seat, result)
+        failures = [result for result in found if isinstance(result, BaseException)]
+        other = next((error for error in failures if not isinstance(error, BROKEN)), None)
+        if other is not None or len(failures) == len(seats):
+            raise other or failures[0]
+        return [result for result in found if not isinstance(result, BaseException)]
+
+    # health
+
+    def _take_out(self, seat: Seat, error: LehrError | OSError) -> None:
+        """Give a member no more requests until it has been seen to work."""
+        if seat.out is None:
+            log.warning("engine %d is taken out: %s", seat.number, error)
+            seat.out = error
+            self._begin(self._bring_back(seat))
+            self._tell()
+
+    def _suspect(self, seat: Seat) -> None:
+        """Ask a member that let a deadline pass whether it works at all."""
+        if seat not in self._watched and seat.out is None:
+            self._watched.add(seat)
+            self._begin(self._question(seat))
+
+    async def _question(self, seat: Seat) -> None:
         try:
-            yield self._members[chosen]
+            async with asyncio.timeout(self._probe_s):
+                await seat.engine.stats()
+        except TimeoutError:
+            late = f"it did not say within {self._probe_s:g} s whether it works, and a request ran out of time"
+            self._take_out(seat, EngineBroken(late))
+        except BROKEN as error:
+            self._take_out(seat, error)
+        except LehrError as error:
+            log.warning("engine %d does not tell its state: %s", seat.number, error)
         finally:
-            self._load[chosen] -= 1
+            self._watched.discard(seat)
 
-    def _choose(self, prompt: bytes, session: str) -> int:
-        home = self._sessions.get(session) if session else None
-        if home is None:
-            home = self._prompts.get(prompt)
-        idlest = min(range(len(self._load)), key=self._load.__getitem__)
-        chosen = idlest if home is None or self._load[home] - self._load[idlest] >= SLACK else home
-        _remember(self._prompts, prompt, chosen)
-        if session:
-            _remember(self._sessions, session, chosen)
-        return chosen
+    async def _bring_back(self, seat: Seat) -> None:
+        """Ask until a member works and has the weights in force."""
+        delay_s = self._first_probe_s
+        while True:
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, LAST_PROBE_S)
+            try:
+                async with asyncio.timeout(self._probe_s):
+                    found = (await seat.engine.stats()).version
+                async with self._switching:
+                    await self._catch_up(seat, found)
+                    self._seating.prefixes.forget(seat.number)
+                    seat.out = None
+            except (LehrError, OSError) as error:  # TimeoutError among them: not yet
+                if str(error) != str(seat.out):
+                    log.warning("engine %d stays out: %s", seat.number, str(error) or type(error).__name__)
+                    seat.out = error if str(error) else seat.out
+                continue
+            log.warning("engine %d is back, with weights %s", seat.number, seat.version)
+            self._tell()
+            return
+
+    async def _catch_up(self, seat: Seat, found: Version) -> None:
+        """Give a member the weights in force, and everything else that it was not there to be told."""
+        wanted = self._version or self._seen(found)
+        if found > wanted:
+            raise EngineError(f"it has weights {found}, newer than {wanted}, which are in force")
+        if found < wanted:
+            manifest = self._manifests.get(wanted)
+            if manifest is None:
+                raise EngineError(f"it has weights {found}, and where {wanted} lie is not known")
+            await seat.engine.fetch(manifest)
+        if self._version is not None:
+            await seat.engine.activate(wanted)
+        if self._parts is not None:
+            await seat.engine.allot(self._parts[seat.number])
+        await (seat.engine.pause() if self._paused else seat.engine.resume())
+        seat.version = wanted
+
+    def _seen(self, found: Version) -> Version:
+        known = [s.version for s in self._seats if s.version is not None]
+        return max(known, default=found)
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def divided(allotment: Allotment, count: int) -> list[Allotment]:
@@ -151,20 +452,24 @@ def divided(allotment: Allotment, count: int) -> list[Allotment]:
     return [Allotment(threads, allotment.cores[number::count]) for number in range(count)]
 
 
-def _remember(places: OrderedDict[K, int], key: K, place: int) -> None:
-    places[key] = place
-    places.move_to_end(key)
-    if len(places) > REMEMBERED:
-        places.popitem(last=False)
+def _nothing() -> Completion:
+    """Return what a request has that was aborted before an engine had it."""
+    floats, none = np.zeros(0, np.float32), np.zeros(0, np.int32)
+    return Completion(none, floats, floats, floats, np.zeros(0, np.int64), "abort")
 
 
-async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run calls side by side; the first failure cancels the others and is raised as it is."""
+async def _ended(member: Member, session: str) -> int:
+    try:
+        return await member.abort(session)
+    except UnknownSession:
+        return 0  # its requests are another member's
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+    """Run calls side by side and return what each returned or raised; a cancelled caller cancels them."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+    finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
