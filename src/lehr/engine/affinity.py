@@ -1,8 +1,8 @@
 """Which engine has computed which beginnings of prompts, as far as requests tell.
 
-A prompt is known by the hashes of its beginnings, of one chunk, two chunks and so on (each hash goes on from the
-one before), and of the whole. What is remembered is where a request was sent, not what its engine still has in
-its cache.
+A prompt is known by the hashes of its beginnings, of one chunk, two chunks and so on (each hash goes on from
+the one before), and of the whole. What is remembered is where a request was sent, not what its engine still has
+in its cache.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Prefixes:
         return NOBODY
 
     def note(self, chain: Sequence[Beginning], member: int) -> None:
-        """Remember that ``member`` computes a prompt, the shortest beginning last: it is the most useful one."""
+        """Remember that ``member`` computes a prompt, the shortest beginning last: it is the most shared."""
         for key, _ in reversed(chain):
             self._places[key] = self._places.get(key, frozenset()) | {member}
             self._places.move_to_end(key)

@@ -4,26 +4,27 @@ Small models do not fill many threads: between two large products one thread wor
 thread each sample nearly twice as fast as one of two threads.
 
 ``seats`` says where a request goes. An engine that serves nobody any more is taken out: its requests are given
-to others, it is asked from time to time whether it works, and it is taken back once it has the weights in force.
+to others, and ``attendance`` takes it back once it works and has the weights in force.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lehr.core.batch import Manifest
-from lehr.core.errors import ConfigError, DeadlineExceeded, LehrError
+from lehr.core.errors import ConfigError, DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
 from lehr.engine.affinity import Beginning, beginnings
-from lehr.engine.base import EngineBroken, EngineError, EngineStats, InFlight, UnknownSession
+from lehr.engine.attendance import FIRST_PROBE_S, PROBE_S, Attendance
+from lehr.engine.base import EngineError, EngineStats, InFlight, UnknownSession
 from lehr.engine.messages import Allotment
 from lehr.engine.seats import BROKEN, Member, Seat, Seating
 
@@ -33,11 +34,6 @@ MOVES = 3
 """Engines that may break under one request before it is no longer given to another: it may be the cause."""
 PATIENCE_S = 5.0
 """How long a request waits for an engine to come back where all of them are out."""
-PROBE_S = 30.0
-"""How long an engine may take to say that it works."""
-FIRST_PROBE_S, LAST_PROBE_S = 0.25, 30.0
-
-log = logging.getLogger("lehr.engine.router")
 
 
 @dataclass(eq=False, slots=True)
@@ -52,10 +48,10 @@ class _Ticket:
 class Router:
     """Implements ``engine.base.Engine`` over its members, all of which begin with the same weights.
 
-    The versions of a session never fall when it moves. By default new weights are in force in all members before
-    the next request is passed on. With ``rolling``, members switch one after the other while the others serve:
-    for engines that take long over it. Meanwhile a session that has seen new weights goes to members that have
-    them. Either way a switch that was begun is finished, whether or not its caller waits.
+    The versions of a session never fall when it moves. By default new weights are in force in all members
+    before the next request is passed on. With ``rolling``, members switch one after the other while the others
+    serve: for engines that take long over it. Meanwhile a session that has seen new weights goes to members
+    that have them. Either way a switch that was begun is finished, whether or not its caller waits.
     """
 
     def __init__(
@@ -72,18 +68,16 @@ class Router:
         self._seats = tuple(Seat(number, member) for number, member in enumerate(members))
         self._seating = Seating()
         self._rolling, self._patience_s = rolling, patience_s
-        self._first_probe_s, self._probe_s = first_probe_s, probe_s
+        self._attendance = Attendance(self._seats, self._admit, first_probe_s=first_probe_s, probe_s=probe_s)
         self._tickets: set[_Ticket] = set()
-        self._changed = asyncio.Event()
         self._switching = asyncio.Lock()
         self._ahead: Version | None = None
         self._risen: set[str] = set()
         self._version: Version | None = None
+        self._seen: Version | None = None
         self._manifests: dict[Version, Manifest] = {}
         self._parts: list[Allotment] | None = None
         self._paused = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._watched: set[Seat] = set()
 
     # requests
 
@@ -100,8 +94,10 @@ class Router:
         done = await self._serve(tokens, session, timeout_s, ask)
         if done is None:
             return _nothing()
-        if session and self._ahead is not None and len(done.versions):
-            if int(done.versions.max()) >= self._ahead.packed:
+        if len(done.versions):
+            newest = Version.unpack(int(done.versions.max()))
+            self._seen = newest if self._seen is None else max(self._seen, newest)
+            if session and self._ahead is not None and newest >= self._ahead:
                 self._risen.add(session)
         return done
 
@@ -139,12 +135,12 @@ class Router:
                     try:
                         return await ask(seat, max(0.001, ends - loop.time()))
                     except BROKEN as error:
-                        self._take_out(seat, error)
+                        self._attendance.take_out(seat, error)
                         moves += 1
                         if moves >= min(MOVES, len(self._seats)):
                             raise
                     except DeadlineExceeded:
-                        self._suspect(seat)
+                        self._attendance.suspect(seat)
                         raise
         finally:
             self._tickets.discard(ticket)
@@ -164,46 +160,27 @@ class Router:
         loop = asyncio.get_running_loop()
         out_since: float | None = None
         while not ticket.aborted:
-            seat = self._seating.choose(self._seats, chain, ticket.session, lambda s: self._may(s, ticket.session))
+            may = partial(self._may, session=ticket.session)
+            seat = self._seating.choose(self._seats, chain, ticket.session, may)
             if seat is not None:
                 return seat
             until = ends
-            if all(s.out is not None for s in self._seats):
+            if not self._attendance.serving:
                 out_since = loop.time() if out_since is None else out_since
                 until = min(ends, out_since + self._patience_s)
-                if loop.time() >= until:
-                    raise self._nobody()
+                if loop.time() >= until or self._attendance.closed:
+                    raise self._attendance.nobody()
             else:
                 out_since = None
             if loop.time() >= ends:
                 raise DeadlineExceeded("no engine took the request before its deadline")
-            await self._change(until - loop.time())
+            await self._attendance.change(until - loop.time())
         return None
 
     def _may(self, seat: Seat, session: str) -> bool:
         if not seat.open:
             return False
         return session not in self._risen or self._ahead is None or seat.version == self._ahead
-
-    def _nobody(self) -> LehrError:
-        error = self._seats[-1].out
-        causes = "; ".join(dict.fromkeys(f"{s.out}" for s in self._seats))
-        if len(self._seats) == 1 and isinstance(error, LehrError):
-            return error
-        kind = type(error) if isinstance(error, LehrError) else EngineBroken
-        return kind(f"none of the {len(self._seats)} engines serves any more: {causes}")
-
-    async def _change(self, timeout_s: float) -> None:
-        """Wait until a member opens or closes, or the time is over."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     # weights
 
@@ -216,57 +193,51 @@ class Router:
         """Switch every member. Raises what they say where none of them could; one that alone could not is out,
         and comes back with these weights.
         """
-        await asyncio.shield(self._begin(self._switch(version, in_flight)))
+        await asyncio.shield(self._attendance.begin(self._switch(version, in_flight)))
 
     async def _switch(self, version: Version, in_flight: InFlight) -> None:
         async with self._switching:
-            seats = [seat for seat in self._seats if seat.out is None]
+            seats = self._attendance.serving
             if not seats:
-                raise self._nobody()
+                raise self._attendance.nobody()
             self._ahead = version
-            failed: list[tuple[Seat, LehrError | OSError]] = []
+            failed: list[tuple[Seat, Exception]] = []
             try:
                 for some in [[seat] for seat in seats] if self._rolling else [seats]:
                     failed += await self._switch_some(some, version, in_flight)
-                    if len(failed) == len(seats):
-                        break
-                    if self._rolling and len(failed) == 1 and not any(s.version == version for s in seats):
-                        if not isinstance(failed[0][1], BROKEN):
-                            break  # what the first refuses is not tried on the others
+                    refused = any(not isinstance(error, BROKEN) for _, error in failed)
+                    if refused and not any(seat.version == version for seat in seats):
+                        break  # what one refuses is not tried on the others
                 self._conclude(seats, failed, version)
             finally:
                 self._ahead = None
                 self._risen.clear()
-                self._tell()
+                self._attendance.tell()
 
     async def _switch_some(
         self, seats: Sequence[Seat], version: Version, in_flight: InFlight
-    ) -> list[tuple[Seat, LehrError | OSError]]:
+    ) -> list[tuple[Seat, Exception]]:
+        """Switch members at once, with no new request for them meanwhile; return those that failed."""
         for seat in seats:
             seat.updating = True
         try:
-            found = await asyncio.gather(
-                *(seat.engine.activate(version, in_flight) for seat in seats), return_exceptions=True
-            )
+            found = await _all(seat.engine.activate(version, in_flight) for seat in seats)
         finally:
             for seat in seats:
                 seat.updating = False
-        failed: list[tuple[Seat, LehrError | OSError]] = []
+        failed: list[tuple[Seat, Exception]] = []
         for seat, result in zip(seats, found, strict=True):
             if result is None:
                 seat.version = version
-            elif isinstance(result, LehrError | OSError):
-                failed.append((seat, result))
             else:
-                raise result
-        for seat, error in failed:
-            if isinstance(error, BROKEN):
-                self._take_out(seat, error)
-        self._tell()
+                failed.append((seat, result))
+                if isinstance(result, BROKEN):
+                    self._attendance.take_out(seat, result)
+        self._attendance.tell()
         return failed
 
     def _conclude(
-        self, seats: Sequence[Seat], failed: Sequence[tuple[Seat, LehrError | OSError]], version: Version
+        self, seats: Sequence[Seat], failed: Sequence[tuple[Seat, Exception]], version: Version
     ) -> None:
         """Put weights in force that a member has; raise where none has them."""
         if not any(seat.version == version for seat in seats):
@@ -275,7 +246,33 @@ class Router:
         self._manifests = {v: m for v, m in self._manifests.items() if v >= version}
         self._seating.prefixes.clear()
         for seat, error in failed:
-            self._take_out(seat, error)
+            self._attendance.take_out(seat, error)
+
+    async def _admit(self, seat: Seat, found: Version) -> None:
+        """Take a member back with the weights in force, and with all else that it was not there to be told.
+
+        Raises :class:`EngineError` where it cannot have them.
+        """
+        while True:
+            wanted = self._version or self._seen or found
+            if found > wanted:
+                raise EngineError(f"it has weights {found}, newer than {wanted}, which are in force")
+            if found < wanted:
+                manifest = self._manifests.get(wanted)
+                if manifest is None:
+                    raise EngineError(f"it has weights {found}, and where {wanted} lie is not known")
+                await seat.engine.fetch(manifest)
+            async with self._switching:
+                if wanted != (self._version or wanted):
+                    continue  # others were put in force while these were fetched
+                if self._version is not None:
+                    await seat.engine.activate(wanted)
+                if self._parts is not None:
+                    await seat.engine.allot(self._parts[seat.number])
+                await (seat.engine.pause() if self._paused else seat.engine.resume())
+                self._seating.prefixes.forget(seat.number)
+                seat.version, seat.out = wanted, None
+                return
 
     # the rest of the protocol
 
@@ -301,8 +298,9 @@ class Router:
             if not session or ticket.session == session:
                 ticket.aborted = True  # one that a member has ends there, and is not given to another
                 ended += not ticket.seated
-        self._tell()
-        ended += sum(await self._everyone(lambda seat: _ended(seat.engine, session)))
+        self._attendance.tell()
+        if self._attendance.serving:
+            ended += sum(await self._everyone(lambda seat: _ended(seat.engine, session)))
         if session and not ended:
             raise UnknownSession(f"session {session!r} has no request that waits or runs")
         return ended
@@ -313,7 +311,7 @@ class Router:
         await self._everyone(lambda seat: seat.engine.allot(parts[seat.number]))
 
     async def stats(self) -> EngineStats:
-        """Return sums over the members that serve; ``busy_s`` is their mean, ``version`` the oldest in force."""
+        """Return sums over the members that serve; ``busy_s`` is their mean, ``version`` the oldest of them."""
         found = await self._everyone(lambda seat: seat.engine.stats())
         return EngineStats(
             version=min(s.version for s in found),
@@ -339,109 +337,30 @@ class Router:
 
     async def close(self) -> None:
         """Abort what runs in every member. Idempotent. A member that is out may be gone."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        found = await asyncio.gather(*(seat.engine.close() for seat in self._seats), return_exceptions=True)
+        await self._attendance.close()
+        found = await _all(seat.engine.close() for seat in self._seats)
         for result in found:
-            if isinstance(result, BaseException) and not isinstance(result, BROKEN):
+            if result is not None and not isinstance(result, BROKEN):
                 raise result
 
     async def _everyone(self, call: Callable[[Seat], Coroutine[Any, Any, T]]) -> list[T]:
-        """Call every member that serves. One that turns out to be broken is taken out; where all are, and for any
-        other failure, the first is raised.
+        """Call every member that serves. One that turns out to be broken is taken out; where all are, and for
+        any other failure, the first is raised.
         """
-        seats = [seat for seat in self._seats if seat.out is None]
+        seats = self._attendance.serving
         if not seats:
-            raise self._nobody()
+            raise self._attendance.nobody()
         found = await _all(call(seat) for seat in seats)
+        failures: list[Exception] = []
         for seat, result in zip(seats, found, strict=True):
-            if isinstance(result, BROKEN):
-                self._take_out(seat, result)
-        failures = [result for result in found if isinstance(result, BaseException)]
+            if isinstance(result, Exception):
+                failures.append(result)
+                if isinstance(result, BROKEN):
+                    self._attendance.take_out(seat, result)
         other = next((error for error in failures if not isinstance(error, BROKEN)), None)
         if other is not None or len(failures) == len(seats):
             raise other or failures[0]
-        return [result for result in found if not isinstance(result, BaseException)]
-
-    # health
-
-    def _take_out(self, seat: Seat, error: LehrError | OSError) -> None:
-        """Give a member no more requests until it has been seen to work."""
-        if seat.out is None:
-            log.warning("engine %d is taken out: %s", seat.number, error)
-            seat.out = error
-            self._begin(self._bring_back(seat))
-            self._tell()
-
-    def _suspect(self, seat: Seat) -> None:
-        """Ask a member that let a deadline pass whether it works at all."""
-        if seat not in self._watched and seat.out is None:
-            self._watched.add(seat)
-            self._begin(self._question(seat))
-
-    async def _question(self, seat: Seat) -> None:
-        try:
-            async with asyncio.timeout(self._probe_s):
-                await seat.engine.stats()
-        except TimeoutError:
-            late = f"it did not say within {self._probe_s:g} s whether it works, and a request ran out of time"
-            self._take_out(seat, EngineBroken(late))
-        except BROKEN as error:
-            self._take_out(seat, error)
-        except LehrError as error:
-            log.warning("engine %d does not tell its state: %s", seat.number, error)
-        finally:
-            self._watched.discard(seat)
-
-    async def _bring_back(self, seat: Seat) -> None:
-        """Ask until a member works and has the weights in force."""
-        delay_s = self._first_probe_s
-        while True:
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, LAST_PROBE_S)
-            try:
-                async with asyncio.timeout(self._probe_s):
-                    found = (await seat.engine.stats()).version
-                async with self._switching:
-                    await self._catch_up(seat, found)
-                    self._seating.prefixes.forget(seat.number)
-                    seat.out = None
-            except (LehrError, OSError) as error:  # TimeoutError among them: not yet
-                if str(error) != str(seat.out):
-                    log.warning("engine %d stays out: %s", seat.number, str(error) or type(error).__name__)
-                    seat.out = error if str(error) else seat.out
-                continue
-            log.warning("engine %d is back, with weights %s", seat.number, seat.version)
-            self._tell()
-            return
-
-    async def _catch_up(self, seat: Seat, found: Version) -> None:
-        """Give a member the weights in force, and everything else that it was not there to be told."""
-        wanted = self._version or self._seen(found)
-        if found > wanted:
-            raise EngineError(f"it has weights {found}, newer than {wanted}, which are in force")
-        if found < wanted:
-            manifest = self._manifests.get(wanted)
-            if manifest is None:
-                raise EngineError(f"it has weights {found}, and where {wanted} lie is not known")
-            await seat.engine.fetch(manifest)
-        if self._version is not None:
-            await seat.engine.activate(wanted)
-        if self._parts is not None:
-            await seat.engine.allot(self._parts[seat.number])
-        await (seat.engine.pause() if self._paused else seat.engine.resume())
-        seat.version = wanted
-
-    def _seen(self, found: Version) -> Version:
-        known = [s.version for s in self._seats if s.version is not None]
-        return max(known, default=found)
-
-    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return [result for result in found if not isinstance(result, Exception)]
 
 
 def divided(allotment: Allotment, count: int) -> list[Allotment]:
@@ -465,11 +384,17 @@ async def _ended(member: Member, session: str) -> int:
         return 0  # its requests are another member's
 
 
-async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | Exception]:
     """Run calls side by side and return what each returned or raised; a cancelled caller cancels them."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        return list(await asyncio.gather(*tasks, return_exceptions=True))
+        found = await asyncio.gather(*tasks, return_exceptions=True)
     finally:
         for task in tasks:
             task.cancel()
+    results: list[T | Exception] = []
+    for result in found:
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
+            raise result
+        results.append(result)
+    return results

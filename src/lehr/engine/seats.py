@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lehr.core.errors import LehrError, RoleLost
+from lehr.core.errors import RoleLost
 from lehr.core.trace import Version
 from lehr.engine.affinity import Beginning, Prefixes
 from lehr.engine.base import Engine, EngineBroken
@@ -42,7 +42,7 @@ class Seat:
     engine: Member
     load: int = 0
     version: Version | None = None
-    out: LehrError | OSError | None = None
+    out: Exception | None = None
     updating: bool = False
 
     @property
@@ -52,8 +52,8 @@ class Seat:
 
 
 class Seating:
-    """Chooses. Turns of a session go to one engine, and so do prompts that begin alike: what they share is cached
-    there. Both go elsewhere when their engine has too many requests more than the idlest one.
+    """Chooses. Turns of a session go to one engine, and so do prompts that begin alike: what they share is
+    cached there. Both go elsewhere when their engine has too many requests more than the idlest one.
     """
 
     def __init__(self) -> None:
