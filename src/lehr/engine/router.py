@@ -24,7 +24,7 @@ from lehr.core.errors import ConfigError, DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
 from lehr.engine.affinity import Beginning, beginnings
 from lehr.engine.attendance import FIRST_PROBE_S, PROBE_S, Attendance
-from lehr.engine.base import EngineError, EngineStats, InFlight, UnknownSession
+from lehr.engine.base import EngineBroken, EngineError, EngineStats, InFlight, UnknownSession
 from lehr.engine.messages import Allotment
 from lehr.engine.seats import BROKEN, Member, Seat, Seating
 
@@ -88,8 +88,12 @@ class Router:
         engine breaks, another one makes the completion from its beginning: nobody has seen any of it.
         """
 
-        def ask(seat: Seat, left_s: float) -> Coroutine[Any, Any, Completion]:
-            return seat.engine.generate(tokens, sampling, session=session, timeout_s=left_s)
+        async def ask(seat: Seat, left_s: float) -> Completion:
+            had = seat.version
+            made = await seat.engine.generate(tokens, sampling, session=session, timeout_s=left_s)
+            if len(made.versions):
+                _require(had, Version.unpack(int(made.versions.min())))
+            return made
 
         done = await self._serve(tokens, session, timeout_s, ask)
         if done is None:
@@ -312,7 +316,14 @@ class Router:
 
     async def stats(self) -> EngineStats:
         """Return sums over the members that serve; ``busy_s`` is their mean, ``version`` the oldest of them."""
-        found = await self._everyone(lambda seat: seat.engine.stats())
+
+        async def ask(seat: Seat) -> EngineStats:
+            had = seat.version
+            said = await seat.engine.stats()
+            _require(had, said.version)
+            return said
+
+        found = await self._everyone(ask)
         return EngineStats(
             version=min(s.version for s in found),
             running=sum(s.running for s in found),
@@ -369,6 +380,12 @@ def divided(allotment: Allotment, count: int) -> list[Allotment]:
     if len(allotment.cores) < count:
         return [Allotment(threads, allotment.cores)] * count
     return [Allotment(threads, allotment.cores[number::count]) for number in range(count)]
+
+
+def _require(had: Version | None, found: Version) -> None:
+    """Raise :class:`EngineBroken` where a member has older weights than before: it was started again."""
+    if had is not None and found < had:
+        raise EngineBroken(f"it answers with weights {found}, and was given {had}")
 
 
 def _nothing() -> Completion:
