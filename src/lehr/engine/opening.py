@@ -27,18 +27,9 @@ def open_any(
     for a setting that only the native engine has.
     """
     config = config or NativeConfig()
-    found = outline(folder)
+    found = require_engine(folder, config)
     if found.known:
         return open_engine(folder, config, version)
-    usual = NativeConfig()
-    for name in ("draft_tokens", "weights"):
-        value = getattr(config, name)
-        if value != getattr(usual, name):
-            raise ConfigError(
-                f"{name} is {value!r}, which the native engine alone has, and it does not know the family"
-                f" {found.family!r}",
-                expected=repr(getattr(usual, name)),
-            )
     from lehr.engine.transformers.opening import open_transformers
     from lehr.engine.transformers.settings import TransformersConfig
 
@@ -46,6 +37,22 @@ def open_any(
     same = {name: getattr(config, name) for name in ("cache_tokens", "dtype")}
     running = min(config.max_running, TransformersConfig().max_running)
     return open_transformers(folder, TransformersConfig(max_running=running, **same), version)
+
+
+def require_engine(folder: Path, config: NativeConfig) -> Outline:
+    """Return the model's outline. Raises :class:`ConfigError` for a family that the native engine does not know
+    together with a setting that it alone has.
+    """
+    found, usual = outline(folder), NativeConfig()
+    for name in () if found.known else ("draft_tokens", "weights"):
+        value = getattr(config, name)
+        if value != getattr(usual, name):
+            raise ConfigError(
+                f"{name} is {value!r}, which the native engine alone has, and it does not know the family"
+                f" {found.family!r}",
+                expected=repr(getattr(usual, name)),
+            )
+    return found
 
 
 def why_slow(folder: Path, found: Outline) -> str:
