@@ -90,7 +90,10 @@ class OpenAICompleter:
         self._sleep = sleep
         self._openai = _require_openai()
         self._client: Any = self._openai.AsyncOpenAI(
-            api_key=key or "none", base_url=config.base_url, max_retries=0, timeout=config.attempt_timeout_s
+            api_key=key or "none",
+            base_url=config.base_url,
+            max_retries=0,
+            timeout=config.attempt_timeout_s,
         )
         self._gate = asyncio.Semaphore(config.concurrency)
         self._pace = Pace(config.requests_per_minute, config.tokens_per_minute)
@@ -146,6 +149,7 @@ class OpenAICompleter:
             self.config.limit_name: sampling.max_tokens,
             **options,
             "extra_body": more or None,
+            "extra_headers": None if self._key else {"Authorization": self._openai.Omit()},
         }
 
     async def _attempt(self, body: Mapping[str, Any], estimate: float) -> _Reply:
