@@ -12,6 +12,7 @@ from lehr.core.errors import ConfigError
 from lehr.core.reward import Invalid, Reward
 from lehr.core.task import Split
 from lehr.domains.catalogue import match_domains, open_domain
+from lehr.engine.native.settings import NativeConfig
 from lehr.engine.openai.settings import OpenAIConfig
 from lehr.evals.stats import wilson
 from lehr.evals.suite import Result, Suite, run_suite
@@ -48,6 +49,7 @@ def evaluate_model(
     concurrency: int = 80,
     api: Sequence[str] = (),
     domain_paths: Sequence[Path | str] = (),
+    engine: NativeConfig | None = None,
     observer: Observer | None = None,
 ) -> list[Row]:
     """Return a row per domain for one greedy attempt at each of its first ``count`` tasks.
@@ -60,6 +62,11 @@ def evaluate_model(
     observer = observer or Silent()
     opened = {name: open_domain(name, domain_paths) for name in match_domains(domains, domain_paths)}
     asked = api_settings(model, api)
+    if asked is not None and engine is not None:
+        raise ConfigError(
+            f"{model} is computed by its server, and no engine of ours can be chosen for it",
+            expected="a model of one's own for --fast",
+        )
     if asked is None:
         require_model(model, only_sampled=True)
     for name, domain in opened.items():
@@ -78,7 +85,11 @@ def evaluate_model(
         results = asyncio.run(_ask(asked, suite, observer))
     else:
         folder = locate_model(model, observer, only_sampled=True)
-        results = asyncio.run(_measure(folder, suite, concurrency, observer))
+        if engine is not None:
+            from lehr.engine.opening import require_engine
+
+            require_engine(folder, engine)
+        results = asyncio.run(_measure(folder, suite, concurrency, engine, observer))
     return [_row(name, [r for r in results if r.domain == name]) for name in opened]
 
 
@@ -94,9 +105,11 @@ def _cause(reward: Reward) -> str:
     return f"{reward.reason}: {reward.detail}" if isinstance(reward, Invalid) else "not judged"
 
 
-async def _measure(model: Path, suite: Suite, concurrency: int, observer: Observer) -> list[Result]:
+async def _measure(
+    model: Path, suite: Suite, concurrency: int, engine: NativeConfig | None, observer: Observer
+) -> list[Result]:
     observer.stage("start", None, "engine")
-    async with open_sampler(model) as sampler:
+    async with open_sampler(model, engine=engine) as sampler:
         return await _run(sampler.runner, suite, concurrency, observer)
 
 

@@ -30,6 +30,7 @@ from lehr.core.task import Split
 @click.option(
     "--api", multiple=True, metavar="KEY=VALUE", help="How to ask an openai: model; may be given several times."
 )
+@click.option("--fast", "is_fast", is_flag=True, help="Measure the fast variant, as lehr serve --fast has it.")
 @IN
 @json_option
 def eval_(
@@ -38,6 +39,7 @@ def eval_(
     count: int,
     split: Split,
     api: tuple[str, ...],
+    is_fast: bool,
     folders: tuple[Path, ...],
     as_json: bool,
 ) -> int:
@@ -55,12 +57,20 @@ def eval_(
     from lehr.app.preflight import require_fit_host
     from lehr.app.progress import progress
     from lehr.app.tables import console, show
+    from lehr.engine.native.settings import NativeConfig, fast
     from lehr.pipeline.evaluate import evaluate_model
 
     require_fit_host()
     with progress(console(stderr=True)) as observer:
         found = evaluate_model(
-            model, domains, split=split, count=count, api=api, domain_paths=folders, observer=observer
+            model,
+            domains,
+            split=split,
+            count=count,
+            api=api,
+            domain_paths=folders,
+            observer=observer,
+            engine=fast(NativeConfig()) if is_fast else None,
         )
     rows = [asdict(row) | {"rate": row.passed / row.n if row.n else None} for row in found]
     nothing = not any(row.n for row in found)
