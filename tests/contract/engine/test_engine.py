@@ -1,5 +1,5 @@
-"""What every engine keeps: the native one in this process, two of them behind a router, and one in a process of
-its own.
+"""What every engine keeps: the native one in this process, two of them behind a router, one in a process of its
+own, and the one on transformers.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from lehr.cluster.local import LocalCluster
 from lehr.core.batch import Manifest
 from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Sampling, Version
-from lehr.engine.base import Engine, EngineError, RequestTooLarge
+from lehr.engine.base import Engine, EngineError, RequestTooLarge, UnknownSession
 from lehr.engine.local import open_engine
 from lehr.engine.messages import Allotment
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.remote import RemoteEngine
 from lehr.engine.router import Router
+from lehr.engine.transformers.opening import open_transformers
+from lehr.engine.transformers.settings import TransformersConfig
 from lehr.model.checkpoint import file_digest, save_model
 from lehr.model.tiny import random_decoder
 from lehr.model.tokenizer import ByteTokenizer
 
 SMALL = NativeConfig(max_running=4, cache_tokens=1024, dtype="float32")
+SLOW = TransformersConfig(max_running=4, cache_tokens=1024, dtype="float32")
 PROMPT = [*b"What is the capital of France?"]
 ENDLESS = Sampling(temperature=0.0, max_tokens=900)
 """The small model, greedy, never comes to an end of sequence."""
@@ -42,6 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def opened(kind: str, folder: Path, logs: Path) -> AsyncGenerator[Engine]:
+    if kind == "transformers":
+        engine = open_transformers(folder, SLOW, Version(1, 0))
+        try:
+            yield engine
+        finally:
+            await engine.close()
+        return
     if kind in ("local", "router"):
         members = [open_engine(folder, SMALL, Version(1, 0)) for _ in range(2 if kind == "router" else 1)]
         engine = Router(members) if kind == "router" else members[0]
@@ -74,7 +84,7 @@ def check(kind: str, folder: Path, tmp_path: Path, what: Callable[[Engine], Awai
     asyncio.run(asyncio.wait_for(go(), 240))
 
 
-kinds = pytest.mark.parametrize("kind", ["local", "router", "remote"])
+kinds = pytest.mark.parametrize("kind", ["local", "router", "remote", "transformers"])
 
 
 @kinds
@@ -172,7 +182,8 @@ def test_abort_and_allot_over_the_wire(folder: Path, tmp_path: Path) -> None:
         for _ in range(200):
             if (await engine.stats()).own_tokens:
                 break
-        assert await engine.abort("other") == 0
+        with pytest.raises(UnknownSession):
+            await engine.abort("other")
         assert await engine.abort("s") == 1
         done = await task
         assert done.stop == "abort" and len(done.tokens) > 0
