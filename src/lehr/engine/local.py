@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight, OnTokens
+from lehr.engine.base import EngineError, EngineStats, InFlight, OnTokens, UnknownSession
 from lehr.engine.messages import Allotment
 from lehr.engine.native.engine import FIRST, NativeEngine
 from lehr.engine.native.request import Request
@@ -64,6 +64,7 @@ class LocalEngine:
         self._wake = threading.Condition()
         self._waiters: dict[Request, _Waiter] = {}
         self._closed = False
+        self._paused = False
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -116,6 +117,17 @@ class LocalEngine:
         """Return float32[T-1]: the log-probability of each token after the first."""
         return await self._between_steps(lambda: self._native.score(tokens, temperature))
 
+    async def pause(self) -> None:
+        """Compute no further step until :meth:`resume`; the one under way is over when this returns."""
+        await self._between_steps(lambda: self._hold(True))
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._between_steps(lambda: self._hold(False))
+
+    def _hold(self, paused: bool) -> None:
+        self._paused = paused
+
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
         native = self._native
@@ -126,11 +138,17 @@ class LocalEngine:
         """Switch to fetched weights between two decode steps."""
         await self._between_steps(lambda: self._deliver(self._native.activate(version, in_flight)))
 
+    async def flush(self) -> None:
+        """Forget every cached prefix. Running requests go on, and what they computed so far is not cached."""
+        await self._between_steps(self._native.flush)
+
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""
 
         def end() -> int:
             chosen = [r for r in self._native.live() if not session or r.session == session]
+            if session and not chosen:
+                raise UnknownSession(f"session {session!r} has no request that waits or runs")
             for request in chosen:
                 self._native.cancel(request)
             self._deliver(chosen)
@@ -195,7 +213,7 @@ class LocalEngine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._commands and self._native.idle and not self._closed:
+                while not self._commands and (self._paused or self._native.idle) and not self._closed:
                     self._wake.wait()
                 if self._closed:
                     return
@@ -204,7 +222,7 @@ class LocalEngine:
             try:
                 for command in commands:
                     command()
-                done = self._native.step()
+                done = [] if self._paused else self._native.step()
                 for request, waiter in self._waiters.items():
                     waiter.tell(request)
                 self._deliver(done)

@@ -56,6 +56,14 @@ class EngineService:
         """Return the log-probability of each token after the first."""
         return await self._engine.score(request.tokens.tolist(), temperature=request.temperature)
 
+    async def pause(self) -> None:
+        """Compute no further step."""
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._engine.resume()
+
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones."""
         await self._engine.fetch(manifest)
@@ -64,6 +72,10 @@ class EngineService:
         """Switch to fetched weights."""
         await self._engine.activate(request.version, request.in_flight)
         self._awaits = False
+
+    async def flush(self) -> None:
+        """Forget every cached prefix."""
+        await self._engine.flush()
 
     async def abort(self, request: AbortRequest) -> int:
         """End requests with what they have; return how many there were."""

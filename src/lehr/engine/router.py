@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.errors import ConfigError
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import Engine, EngineStats, InFlight
+from lehr.engine.base import Engine, EngineStats, InFlight, UnknownSession
 from lehr.engine.messages import Allotment
 
 K = TypeVar("K")
@@ -36,10 +36,6 @@ REMEMBERED = 4096
 
 class Member(Engine, Protocol):
     """An engine that can be told how much of the machine to use."""
-
-    async def abort(self, session: str = "") -> int:
-        """End the requests of ``session`` (all with "") with what they have; return how many there were."""
-        ...
 
     async def allot(self, allotment: Allotment) -> None:
         """Use another share of the machine from the next step on."""
@@ -77,6 +73,14 @@ class Router:
         async with self._seat(tokens, "") as member:
             return await member.score(tokens, temperature=temperature)
 
+    async def pause(self) -> None:
+        """Pause every member."""
+        await _all(member.pause() for member in self._members)
+
+    async def resume(self) -> None:
+        """Let every member go on."""
+        await _all(member.resume() for member in self._members)
+
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights into every member."""
         await _all(member.fetch(manifest) for member in self._members)
@@ -89,9 +93,16 @@ class Router:
         finally:
             self._settled.set()
 
+    async def flush(self) -> None:
+        """Make every member forget its cached prefixes."""
+        await _all(member.flush() for member in self._members)
+
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""
-        return sum(await _all(member.abort(session) for member in self._members))
+        ended = sum(await _all(_ended(member, session) for member in self._members))
+        if session and not ended:
+            raise UnknownSession(f"session {session!r} has no request that waits or runs")
+        return ended
 
     async def allot(self, allotment: Allotment) -> None:
         """Divide a share of the machine between the members."""
@@ -149,6 +160,13 @@ def divided(allotment: Allotment, count: int) -> list[Allotment]:
     if len(allotment.cores) < count:
         return [Allotment(threads, allotment.cores)] * count
     return [Allotment(threads, allotment.cores[number::count]) for number in range(count)]
+
+
+async def _ended(member: Member, session: str) -> int:
+    try:
+        return await member.abort(session)
+    except UnknownSession:
+        return 0  # its requests are another member's
 
 
 def _remember(places: OrderedDict[K, int], key: K, place: int) -> None:

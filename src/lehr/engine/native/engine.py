@@ -319,6 +319,12 @@ class NativeEngine:
         self._scheduler.restart(root(version, self.dtype))
         return ended
 
+    def flush(self) -> None:
+        """Forget every cached prefix. What running requests computed before is not cached afterwards either."""
+        for request in self._scheduler.running:
+            request.kept = True
+        self._scheduler.restart(self._scheduler.seed)
+
     def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1], the log-probability of each token after the first."""
         self._check(list(tokens), Sampling(max_tokens=0))

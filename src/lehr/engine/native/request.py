@@ -23,7 +23,8 @@ class Request:
 
     computed: leading tokens whose keys and values are in ``slot``. blocks: of the pool, in order.
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
-    kept: whether keys and values of another weight version are in use.
+    kept: whether keys and values from before a flush or a weight swap are in use; they are never published.
+    ever_kept: whether keys and values of another weight version were in use.
     """
 
     id: int
