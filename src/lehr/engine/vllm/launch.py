@@ -1,0 +1,162 @@
+"""Starts a vLLM server or attaches to one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lehr.core.errors import ConfigError
+from lehr.core.trace import Version
+from lehr.engine.base import EngineError
+from lehr.engine.served.dialect import Limits, parsed
+from lehr.engine.served.engine import ServedEngine
+from lehr.engine.served.folders import Fetched
+from lehr.engine.served.http import Server
+from lehr.engine.served.process import Command, ServerProcess, flags
+from lehr.engine.vllm.dialect import VllmDialect
+from lehr.engine.vllm.settings import VllmConfig
+from lehr.engine.vllm.transfer import FromDisk, OverNccl
+from lehr.model.chat import ChatRenderer
+from lehr.model.checkpoint import load_config
+from lehr.model.tokenizer import load_tokenizer
+
+_INSTALL = "make test-vllm (a CPU), or: python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm==0.32.0"
+_UNNAMED = "default"
+FIRST = Version(0, 0)
+"""The version of weights that nobody named."""
+_GIB = 2**30
+
+
+async def open_vllm(
+    folder: Path, config: VllmConfig | None = None, version: Version = FIRST, log: Path | None = None
+) -> ServedEngine:
+    """Return an engine on the model in ``folder``; the server is its own to end, or the one at ``config.url``.
+
+    version: of the weights in ``folder``. A server that was attached to before knows its own.
+    """
+    config = config or VllmConfig()
+    process = None
+    if config.url is None:
+        process = ServerProcess("vLLM", command(folder, config), log)
+        server = Server("vLLM", process.url, process.token)
+    else:
+        server = Server("vLLM", config.url, _token(config))
+    try:
+        if process is not None:
+            await process.ready(lambda: server.text("/health", timeout_s=5), config.start_s)
+        else:
+            _check_attached(await server.get("/server_info", config_format="json"))
+        version = await _labelled(server, version)
+        length = (await server.get("/v1/models"))["data"][0]["max_model_len"]
+    except BaseException:
+        await server.close()
+        if process is not None:
+            await process.end()
+        raise
+    model = load_config(folder)
+    transfer = FromDisk(config.load_s)
+    if config.transfer == "nccl":
+        transfer = OverNccl(config.python, server.token, config.tensor_parallel, config.load_s)
+    dialect = VllmDialect(
+        server,
+        transfer,
+        sorted({*ChatRenderer(load_tokenizer(folder)).stop_ids, *model.eos_ids}),
+        tokenizer=_has_tokenizer(folder),
+        offload=config.offload_gib is not None,
+    )
+    return ServedEngine(
+        dialect,
+        Limits(length, model.vocab_size),
+        Fetched(folder, config.weights_folder),
+        version,
+        lossy=config.kv_dtype != "auto",
+        process=process,
+    )
+
+
+def command(folder: Path, config: VllmConfig) -> Command:
+    """Return what starts a server as ``config`` says."""
+    options: dict[str, object] = {
+        "model": folder.resolve(),
+        "dtype": _stored_dtype(folder) if config.dtype == "auto" else config.dtype,
+        "max-model-len": config.length,
+        "max-num-seqs": config.max_running,
+        "max-num-batched-tokens": config.token_budget,
+        "enable-chunked-prefill": config.chunked_prefill,
+        "enable-prefix-caching": True,
+        "block-size": config.block_tokens,
+        "kv-cache-dtype": config.kv_dtype,
+        "kv-cache-memory-bytes": round(config.cache_gib * _GIB) if config.cache_gib else None,
+        "kv-offloading-size": config.offload_gib,
+        "kv-offloading-backend": config.offload_backend if config.offload_gib else None,
+        "speculative-config": _speculative(config),
+        "enforce-eager": config.eager or None,
+        "tensor-parallel-size": config.tensor_parallel,
+        "weight-transfer-config": '{"backend": "nccl"}' if config.transfer == "nccl" else None,
+        "skip-tokenizer-init": None if _has_tokenizer(folder) else True,
+        "generation-config": "vllm",
+        "logprobs-mode": "processed_logprobs",
+        "enable-scale-out": True,
+        "enable-prompt-tokens-details": True,
+        "middleware": "guard.TokenGuard",
+    }
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    python = config.python if config.python.is_absolute() else Path.cwd() / config.python
+    arguments = tuple(flags(options))
+    return Command(python, "vllm.entrypoints.openai.api_server", arguments, environment, _INSTALL)
+
+
+def _speculative(config: VllmConfig) -> str | None:
+    wanted = config.speculative
+    if wanted is None:
+        return None
+    values: dict[str, Any] = {
+        "method": wanted.method,
+        "num_speculative_tokens": wanted.tokens,
+        "model": wanted.model,
+        "prompt_lookup_max": wanted.longest_match,
+        "prompt_lookup_min": wanted.shortest_match,
+    }
+    return json.dumps({name: value for name, value in values.items() if value is not None})
+
+
+def _stored_dtype(folder: Path) -> str:
+    """Return the dtype that the folder names: the server's own ``auto`` would halve float32."""
+    raw = json.loads((folder / "config.json").read_text())
+    return str(raw.get("dtype") or raw.get("torch_dtype") or "auto")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").exists()
+
+
+def _token(config: VllmConfig) -> str:
+    token = os.environ.get(config.token_variable, "")
+    if not token:
+        raise ConfigError(
+            f"there is no token for the server at {config.url}",
+            expected=f"it in the environment variable {config.token_variable}",
+        )
+    return token
+
+
+def _check_attached(info: dict[str, Any]) -> None:
+    """Raise unless a foreign server reports what this engine relies on."""
+    mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs":
+        raise EngineError(
+            f"the server was started with --logprobs-mode {mode}",
+            expected="processed_logprobs",
+            hint="Start it again; log-probabilities before temperature cannot be converted.",
+        )
+
+
+async def _labelled(server: Server, version: Version) -> Version:
+    """Return the version that the server names, having named its weights ``version`` if they had no name."""
+    label = (await server.get("/weight_info"))["weight_version"]
+    if label != _UNNAMED:
+        return parsed(label)
+    await server.post("/update_weight_version", {"new_version": str(version)})
+    return version
