@@ -17,8 +17,8 @@ from lehr.core.errors import Failure
 StopReason = Literal["eos", "stop", "length", "abort"]
 SpanName = Literal["queue", "generate", "tool", "verify"]
 KvPolicy = Literal["exact", "kept_across_versions", "quantized"]
-"""How the keys and values behind a completion differ from what its weights give in full: not at all, some are of
-older weights, or they were stored in fewer bits."""
+"""How the keys and values behind a completion differ from what its weights give: not at all, some are of older
+weights, or they were stored in fewer bits."""
 
 
 class Version(NamedTuple):

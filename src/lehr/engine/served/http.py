@@ -35,9 +35,17 @@ class Server:
         """Return the decoded answer."""
         return self._decoded(path, await self._send("GET", path, None, query, timeout_s))
 
-    async def text(self, path: str, *, timeout_s: float = CONTROL_S) -> str:
+    async def text(
+        self,
+        path: str,
+        *,
+        post: bool = False,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = CONTROL_S,
+    ) -> str:
         """Return the answer as it is."""
-        return (await self._send("GET", path, None, {}, timeout_s)).text
+        method = "POST" if post else "GET"
+        return (await self._send(method, path, body, {}, timeout_s)).text
 
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = CONTROL_S, **query: Any

@@ -1,8 +1,8 @@
 """vLLM's own HTTP API: tokens in and out, pausing, weights, prefix cache. Read in the source of release 0.32.
 
 The server must report log-probabilities after temperature (``--logprobs-mode processed_logprobs``): without
-top-k and top-p they are log-softmax(logits / temperature), for greedy requests log-softmax(logits). With top-k or
-top-p they are renormalised over the kept set, whose mass the server does not tell: such requests are refused.
+top-k and top-p they are log-softmax(logits / temperature), for greedy requests log-softmax(logits). With
+either they are renormalised over the kept set, whose mass the server does not tell: such requests are refused.
 """
 
 from __future__ import annotations

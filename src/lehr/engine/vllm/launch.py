@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from lehr.core.errors import ConfigError
 from lehr.core.trace import Version
 from lehr.engine.base import EngineError
 from lehr.engine.served.dialect import Limits, parsed
 from lehr.engine.served.engine import ServedEngine
 from lehr.engine.served.folders import Fetched
 from lehr.engine.served.http import Server
+from lehr.engine.served.launch import FIRST, UNNAMED, has_tokenizer, stop_ids, stored_dtype, token_of
 from lehr.engine.served.process import Command, ServerProcess, flags
 from lehr.engine.vllm.dialect import VllmDialect
 from lehr.engine.vllm.settings import VllmConfig
 from lehr.engine.vllm.transfer import FromDisk, OverNccl
-from lehr.model.chat import ChatRenderer
 from lehr.model.checkpoint import load_config
-from lehr.model.tokenizer import load_tokenizer
 
 _INSTALL = "make test-vllm (a CPU), or: python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm==0.32.0"
-_UNNAMED = "default"
-FIRST = Version(0, 0)
-"""The version of weights that nobody named."""
 _GIB = 2**30
 
 
@@ -42,7 +36,7 @@ async def open_vllm(
         process = ServerProcess("vLLM", command(folder, config), log)
         server = Server("vLLM", process.url, process.token)
     else:
-        server = Server("vLLM", config.url, _token(config))
+        server = Server("vLLM", config.url, token_of(config.url, config.token_variable))
     try:
         if process is not None:
             await process.ready(lambda: server.text("/health", timeout_s=5), config.start_s)
@@ -62,8 +56,8 @@ async def open_vllm(
     dialect = VllmDialect(
         server,
         transfer,
-        sorted({*ChatRenderer(load_tokenizer(folder)).stop_ids, *model.eos_ids}),
-        tokenizer=_has_tokenizer(folder),
+        stop_ids(folder),
+        tokenizer=has_tokenizer(folder),
         offload=config.offload_gib is not None,
     )
     return ServedEngine(
@@ -80,7 +74,7 @@ def command(folder: Path, config: VllmConfig) -> Command:
     """Return what starts a server as ``config`` says."""
     options: dict[str, object] = {
         "model": folder.resolve(),
-        "dtype": _stored_dtype(folder) if config.dtype == "auto" else config.dtype,
+        "dtype": stored_dtype(folder) if config.dtype == "auto" else config.dtype,
         "max-model-len": config.length,
         "max-num-seqs": config.max_running,
         "max-num-batched-tokens": config.token_budget,
@@ -95,7 +89,7 @@ def command(folder: Path, config: VllmConfig) -> Command:
         "enforce-eager": config.eager or None,
         "tensor-parallel-size": config.tensor_parallel,
         "weight-transfer-config": '{"backend": "nccl"}' if config.transfer == "nccl" else None,
-        "skip-tokenizer-init": None if _has_tokenizer(folder) else True,
+        "skip-tokenizer-init": None if has_tokenizer(folder) else True,
         "generation-config": "vllm",
         "logprobs-mode": "processed_logprobs",
         "enable-scale-out": True,
@@ -122,26 +116,6 @@ def _speculative(config: VllmConfig) -> str | None:
     return json.dumps({name: value for name, value in values.items() if value is not None})
 
 
-def _stored_dtype(folder: Path) -> str:
-    """Return the dtype that the folder names: the server's own ``auto`` would halve float32."""
-    raw = json.loads((folder / "config.json").read_text())
-    return str(raw.get("dtype") or raw.get("torch_dtype") or "auto")
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").exists()
-
-
-def _token(config: VllmConfig) -> str:
-    token = os.environ.get(config.token_variable, "")
-    if not token:
-        raise ConfigError(
-            f"there is no token for the server at {config.url}",
-            expected=f"it in the environment variable {config.token_variable}",
-        )
-    return token
-
-
 def _check_attached(info: dict[str, Any]) -> None:
     """Raise unless a foreign server reports what this engine relies on."""
     mode = info["vllm_config"]["model_config"]["logprobs_mode"]
@@ -156,7 +130,7 @@ def _check_attached(info: dict[str, Any]) -> None:
 async def _labelled(server: Server, version: Version) -> Version:
     """Return the version that the server names, having named its weights ``version`` if they had no name."""
     label = (await server.get("/weight_info"))["weight_version"]
-    if label != _UNNAMED:
+    if label != UNNAMED:
         return parsed(label)
     await server.post("/update_weight_version", {"new_version": str(version)})
     return version

@@ -20,6 +20,8 @@ def main() -> None:
         sys.exit("the process that started this server is gone")
     module = sys.argv[1]
     sys.argv = [module, *sys.argv[2:]]
+    if flag := os.environ.get("LEHR_TOKEN_FLAG"):  # added here, where a list of processes does not show it
+        sys.argv += [flag, os.environ["LEHR_SERVER_TOKEN"]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
