@@ -1,7 +1,8 @@
 """The backends that the engine suite runs over.
 
-``sglang`` speaks to a stand-in for SGLang's server: real HTTP, and the native engine behind it. ``vllm`` is a real
-server, and takes part where ``LEHR_VLLM_PYTHON`` names the interpreter of its environment (``make test-vllm``).
+``sglang`` speaks to a stand-in for SGLang's server: real HTTP, and the native engine behind it. ``vllm`` is a
+real server, and takes part where ``LEHR_VLLM_PYTHON`` names the interpreter of its environment (``make
+test-vllm``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +66,12 @@ def decoder(seed: int) -> Decoder:
 class Backend:
     """How to open one, and in what it differs.
 
-    filters: top-k and top-p. temperatures: scoring at any temperature. stops: stop strings. flushes_busy: whether
-    a flush succeeds while requests run.
+    filters: top-k and top-p. temperatures: scoring at any temperature. stops: stop strings. flushes_busy:
+    whether a flush succeeds while requests run.
     """
 
     kind: str
+    run: Callable[[Coroutine[Any, Any, None]], None]
     open: Callable[[], Any]
     publish: Callable[[int, Version], Manifest]
     filters: bool = True
@@ -84,11 +86,23 @@ class Backend:
             async with self.open() as engine:
                 await what(engine)
 
-        asyncio.run(asyncio.wait_for(go(), 240))
+        self.run(go())
 
     def reference(self, seed: int, tokens: list[int], temperature: float = 1.0) -> np.ndarray:
         """The log-probability of every token after the first, by one forward."""
         return score(pack(decoder(seed)), tokens, temperature)
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Run coroutines in one loop, so that what takes long to start serves all tests."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield lambda work: asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, 240), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def vllm_server(folder: Path, tmp_path_factory: pytest.TempPathFactory, run: Any) -> Iterator[ServerProcess]:
     """One server for all tests: it takes a minute to start."""
     process = ServerProcess("vLLM", command(folder, SERVED), tmp_path_factory.mktemp("vllm") / "log")
 
@@ -123,10 +137,24 @@ def vllm_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         await server.close()
 
     try:
-        asyncio.run(ready())
+        run(ready())
         yield process
     finally:
-        asyncio.run(process.end())
+        run(process.end())
+
+
+@pytest.fixture(scope="session")
+def remote_engine(folder: Path, tmp_path_factory: pytest.TempPathFactory, run: Any) -> Iterator[Engine]:
+    """One process for all tests: it takes seconds to start."""
+
+    async def start() -> tuple[LocalCluster, Engine]:
+        cluster = LocalCluster(tmp_path_factory.mktemp("remote"))
+        config = {"model": str(folder), "native": SMALL.model_dump(), "incarnation": 1, "threads": 1}
+        return cluster, RemoteEngine(await cluster.start(Role("engine", "lehr.engine.role:build", config)))
+
+    cluster, engine = run(start())
+    yield engine
+    run(cluster.close())
 
 
 KINDS = ["local", "router", "remote", "sglang", *(["vllm"] if VLLM else [])]
@@ -137,7 +165,7 @@ def backend(
     request: pytest.FixtureRequest,
     folder: Path,
     publish: Callable[[int, Version], Manifest],
-    tmp_path: Path,
+    run: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Backend:
     kind = request.param
@@ -153,12 +181,13 @@ def backend(
 
     @asynccontextmanager
     async def remote() -> AsyncGenerator[Engine]:
-        cluster = LocalCluster(tmp_path)
+        engine = request.getfixturevalue("remote_engine")
+        await renewed(engine)
         try:
-            config = {"model": str(folder), "native": SMALL.model_dump(), "incarnation": 1, "threads": 1}
-            yield RemoteEngine(await cluster.start(Role("engine", "lehr.engine.role:build", config)))
+            yield engine
         finally:
-            await cluster.close()
+            await engine.resume()
+            await engine.abort()
 
     @asynccontextmanager
     async def sglang() -> AsyncGenerator[Engine]:
@@ -176,22 +205,28 @@ def backend(
         monkeypatch.setenv("LEHR_VLLM_TOKEN", process.token)
         engine = await open_vllm(folder, SERVED.model_copy(update={"url": process.url}), FIRST)
         try:
-            await engine.resume()
-            has = (await engine.stats()).version
-            if has > FIRST:  # another test left its weights
-                await engine.fetch(publish(1, Version(has.incarnation, has.n + 1)))
-                await engine.activate(Version(has.incarnation, has.n + 1), "abort")
-            await engine.flush()
+            await renewed(engine)
             yield engine
         finally:
             await engine.close()
 
+    async def renewed(engine: Engine) -> None:
+        """Undo what another test left."""
+        await engine.resume()
+        has = (await engine.stats()).version
+        if has > FIRST:
+            await engine.fetch(publish(1, Version(has.incarnation, has.n + 1)))
+            await engine.activate(Version(has.incarnation, has.n + 1), "abort")
+        await engine.flush()
+
+    if kind == "remote":
+        request.getfixturevalue("remote_engine")
     if kind == "vllm":
         request.getfixturevalue("vllm_server")
-        return Backend(kind, vllm, publish, False, False, False, False)
+        return Backend(kind, run, vllm, publish, False, False, False, False)
     if kind == "sglang":
-        return Backend(kind, sglang, publish, False, False, True, False)
-    return Backend(kind, remote if kind == "remote" else native, publish)
+        return Backend(kind, run, sglang, publish, False, False, True, False)
+    return Backend(kind, run, remote if kind == "remote" else native, publish)
 
 
 @asynccontextmanager
