@@ -47,9 +47,9 @@ from lehr.model.tiny import BYTES, random_decoder, tiny_config
 from lehr.model.tokenizer import ByteTokenizer
 
 VLLM = os.environ.get("LEHR_VLLM_PYTHON", "")
-SMALL = NativeConfig(max_running=4, cache_tokens=1024, dtype="float32")
+SMALL = NativeConfig(max_running=4, cache_tokens=2048, dtype="float32")
 SERVED = VllmConfig(
-    python=Path(VLLM).absolute(), length=1024, max_running=4, cache_gib=0.25, block_tokens=32, eager=True
+    python=Path(VLLM).absolute(), length=2048, max_running=4, cache_gib=0.25, block_tokens=32, eager=True
 )
 TOKEN = "a token"
 FIRST = Version(1, 0)
@@ -272,7 +272,7 @@ class StandIn:
             "/abort_request": self._abort,
         }
         reads: dict[str, Callable[[], Any]] = {
-            "/server_info": lambda: {"context_length": 1024, "enable_deterministic_inference": True},
+            "/server_info": lambda: {"context_length": 2048, "enable_deterministic_inference": True},
             "/model_info": lambda: {"weight_version": self._label},
         }
 

@@ -20,7 +20,7 @@ from lehr.engine.native.settings import NativeConfig
 from lehr.engine.remote import RemoteEngine
 
 PROMPT = [*b"What is the capital of France? " * 4]
-ENDLESS = Sampling(temperature=0.0, max_tokens=900)
+ENDLESS = Sampling(temperature=0.0, max_tokens=1900)
 """The small model, greedy, never comes to an end of sequence."""
 GREEDY = Sampling(temperature=0, max_tokens=8)
 
@@ -221,8 +221,8 @@ def test_damaged_weights_are_refused(backend: Any) -> None:
 
 def test_e11_too_large_fails_alone_and_cancelling_frees(backend: Any) -> None:
     async def what(engine: Engine) -> None:
-        with pytest.raises(RequestTooLarge, match="at most 1024 together"):
-            await engine.generate([1] * 1000, Sampling(max_tokens=25))
+        with pytest.raises(RequestTooLarge, match="at most 2048 together"):
+            await engine.generate([1] * 2030, Sampling(max_tokens=19))
         for tokens in ([], [264], [-1]):
             with pytest.raises(EngineError):
                 await engine.generate(tokens, GREEDY)

@@ -16,11 +16,14 @@ from lehr.engine.served.launch import FIRST, UNNAMED, has_tokenizer, stop_ids, s
 from lehr.engine.served.process import Command, ServerProcess, flags
 from lehr.engine.vllm.dialect import VllmDialect
 from lehr.engine.vllm.settings import VllmConfig
-from lehr.engine.vllm.transfer import FromDisk, OverNccl
+from lehr.engine.vllm.transfer import INSIDE, FromDisk, OverNccl
 from lehr.model.checkpoint import load_config
+from lehr.model.config import ModelConfig
 
 _INSTALL = "make test-vllm (a CPU), or: python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm==0.32.0"
 _GIB = 2**30
+_EXTENSION = "lehr_workers.Reload"
+_EXACT = ("auto", "bfloat16", "float16", "float32")
 
 
 async def open_vllm(
@@ -31,6 +34,7 @@ async def open_vllm(
     version: of the weights in ``folder``. A server that was attached to before knows its own.
     """
     config = config or VllmConfig()
+    model = load_config(folder)
     process = None
     if config.url is None:
         process = ServerProcess("vLLM", command(folder, config), log)
@@ -40,8 +44,8 @@ async def open_vllm(
     try:
         if process is not None:
             await process.ready(lambda: server.text("/health", timeout_s=5), config.start_s)
-        else:
-            _check_attached(await server.get("/server_info", config_format="json"))
+        info = (await server.get("/server_info", config_format="json"))["vllm_config"]
+        method = _reloading(info, model)
         version = await _labelled(server, version)
         length = (await server.get("/v1/models"))["data"][0]["max_model_len"]
     except BaseException:
@@ -49,23 +53,22 @@ async def open_vllm(
         if process is not None:
             await process.end()
         raise
-    model = load_config(folder)
-    transfer = FromDisk(config.load_s)
+    transfer = FromDisk(method, config.load_s)
     if config.transfer == "nccl":
         transfer = OverNccl(config.python, server.token, config.tensor_parallel, config.load_s)
     dialect = VllmDialect(
         server,
         transfer,
         stop_ids(folder),
-        tokenizer=has_tokenizer(folder),
-        offload=config.offload_gib is not None,
+        tokenizer=not info["model_config"]["skip_tokenizer_init"],
+        offload=info["cache_config"]["kv_offloading_size"] is not None,
     )
     return ServedEngine(
         dialect,
         Limits(length, model.vocab_size),
         Fetched(folder, config.weights_folder),
         version,
-        lossy=config.kv_dtype != "auto",
+        lossy=info["cache_config"]["cache_dtype"] not in _EXACT,
         process=process,
     )
 
@@ -95,8 +98,14 @@ def command(folder: Path, config: VllmConfig) -> Command:
         "enable-scale-out": True,
         "enable-prompt-tokens-details": True,
         "middleware": "guard.TokenGuard",
+        "worker-extension-cls": _EXTENSION,
     }
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(INSIDE),
+    }
     python = config.python if config.python.is_absolute() else Path.cwd() / config.python
     arguments = tuple(flags(options))
     return Command(python, "vllm.entrypoints.openai.api_server", arguments, environment, _INSTALL)
@@ -116,15 +125,23 @@ def _speculative(config: VllmConfig) -> str | None:
     return json.dumps({name: value for name, value in values.items() if value is not None})
 
 
-def _check_attached(info: dict[str, Any]) -> None:
-    """Raise unless a foreign server reports what this engine relies on."""
-    mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+def _reloading(info: dict[str, Any], model: ModelConfig) -> str:
+    """Return the workers' method that reloads weights. Raise unless the server is set up as this engine needs."""
+    mode = info["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
         raise EngineError(
             f"the server was started with --logprobs-mode {mode}",
             expected="processed_logprobs",
             hint="Start it again; log-probabilities before temperature cannot be converted.",
         )
+    if info["parallel_config"]["worker_extension_cls"] == _EXTENSION:
+        return "lehr_reload"
+    if info["device_config"]["device_type"] == "cpu" and model.tied_head:
+        raise EngineError(
+            "a vLLM server on a CPU keeps the old head of a model whose head is tied to its embedding",
+            expected=f"it to run with --worker-extension-cls {_EXTENSION} and PYTHONPATH={INSIDE}",
+        )
+    return "reload_weights"
 
 
 async def _labelled(server: Server, version: Version) -> Version:

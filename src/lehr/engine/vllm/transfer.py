@@ -12,7 +12,8 @@ from lehr.engine.base import EngineError
 from lehr.engine.served.http import Server
 from lehr.engine.served.process import HOST, free_port
 
-SENDER = Path(__file__).with_name("inside") / "send.py"
+INSIDE = Path(__file__).with_name("inside")
+"""What runs in vLLM's own environment."""
 
 
 class Transfer(Protocol):
@@ -24,15 +25,18 @@ class Transfer(Protocol):
 
 
 class FromDisk:
-    """Every worker reads the folder. Works wherever the server sees the same files."""
+    """Every worker reads the folder. Works wherever the server sees the same files.
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    method: of the workers, ``lehr_reload`` where they have ``inside/lehr_workers.py``.
+    """
+
+    def __init__(self, method: str, timeout_s: float) -> None:
+        self._method, self._timeout_s = method, timeout_s
 
     async def send(self, server: Server, folder: Path) -> None:
         """Let the workers read ``folder``."""
         body = {
-            "method": "reload_weights",
+            "method": self._method,
             "kwargs": {"weights_path": str(folder)},
             "timeout": self._timeout_s,
         }
@@ -52,7 +56,7 @@ class OverNccl:
     async def send(self, server: Server, folder: Path) -> None:
         """Broadcast the weights of ``folder``."""
         words = [
-            str(SENDER), server.url, str(folder / "model.safetensors"), HOST, str(free_port()),
+            str(INSIDE / "send.py"), server.url, str(folder / "model.safetensors"), HOST, str(free_port()),
             str(self._workers + 1), str(self._timeout_s),
         ]  # fmt: skip
         process = await asyncio.create_subprocess_exec(
