@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from lehr.core.errors import DeadlineExceeded, MissingDependency, RoleLost
-from lehr.engine.base import EngineError
+import httpx2
 
-try:
-    import httpx2
-except ImportError as error:  # pragma: no cover
-    raise MissingDependency("httpx2 is not installed", hint="Run: pip install httpx2") from error
+from lehr.core.errors import DeadlineExceeded, RoleLost
+from lehr.engine.base import EngineError
 
 CONTROL_S = 60.0
 """Deadline of requests that no forward pass is needed for."""

@@ -126,7 +126,7 @@ def _speculative(config: VllmConfig) -> str | None:
 
 
 def _reloading(info: dict[str, Any], model: ModelConfig) -> str:
-    """Return the workers' method that reloads weights. Raise unless the server is set up as this engine needs."""
+    """Return the workers' method that reloads weights, or raise if the server is not set up as it must be."""
     mode = info["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
         raise EngineError(

@@ -10,8 +10,8 @@ class Reload:
     def lehr_reload(self, weights_path):
         """Reload every weight, the packed copies included.
 
-        On a CPU vLLM (0.32) computes with a packed copy of each weight that it makes when the weight is loaded.
-        A head that is tied to the embedding is never loaded itself: its copy would stay that of the old weights.
+        On a CPU vLLM (0.32) computes with a packed copy of each weight, made when that weight is loaded. A head
+        that is tied to the embedding is never loaded itself: its copy would stay that of the old weights.
         """
         self.reload_weights(weights_path=weights_path)
         for module in self.model_runner.get_model().modules():
