@@ -20,7 +20,8 @@ from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
-from lehr.engine.native.drafts import Drafter
+from lehr.engine.native.draft_model import DraftModel
+from lehr.engine.native.drafts import Drafter, Width
 from lehr.engine.native.fused import FusedForward, short
 from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.request import Request
@@ -45,6 +46,7 @@ class NativeEngine:
 
     stop_ids: tokens that end a completion; none means that only length and stop strings do.
     tokenizer: needed for stop strings only.
+    draft: a smaller model that drafts, taken over as well; it needs ``draft_tokens``.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class NativeEngine:
         tokenizer: Tokenizer | None = None,
         stop_ids: Iterable[int] = (),
         version: Version = FIRST,
+        draft: Decoder | None = None,
     ) -> None:
         self.config = config or NativeConfig()
         self.model_config = decoder.config
@@ -62,6 +65,7 @@ class NativeEngine:
         self.version = version
         self._kernels = kernels_for(self.dtype) if self.config.kernels else None
         self._use(prepared(decoder, self.config.weights))
+        self._draft = DraftModel(draft, decoder.config, kernels=self.config.kernels) if draft else None
         self._fetched: dict[Version, Decoder] = {}
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
@@ -95,7 +99,11 @@ class NativeEngine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
         if self.config.draft_tokens:
-            request.drafter = Drafter(request.tokens, self.config.draft_tokens)
+            most = self.config.draft_tokens
+            if self._draft:
+                request.drafter = self._draft.source(request, most)
+            else:
+                request.drafter = Drafter(request.tokens, Width(most))
         self._prompt_tokens += len(prompt)
         if sampling.max_tokens == 0:
             request.stop = "length"
@@ -135,8 +143,13 @@ class NativeEngine:
     def cancel(self, request: Request) -> None:
         """End a request with what it has; its blocks are free at once. A finished one stays as it is."""
         if not request.finished:
-            self._scheduler.drop(request)
+            self._drop(request)
             request.stop = "abort"
+
+    def _drop(self, request: Request) -> None:
+        self._scheduler.drop(request)
+        if request.drafter:
+            request.drafter.close()
 
     def live(self) -> list[Request]:
         """Return every request that is not finished."""
@@ -224,7 +237,7 @@ class NativeEngine:
             if piece.request.own == 0:
                 self._cached_tokens += piece.request.cached_tokens
             if self._take(piece, drawn, first):
-                self._scheduler.drop(piece.request)
+                self._drop(piece.request)
                 done.append(piece.request)
             first += 1 + len(piece.draft)
         return done
