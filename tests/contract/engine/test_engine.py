@@ -331,7 +331,7 @@ def test_allot_over_the_wire(backend: Any) -> None:
 
 def test_tokens_are_told_as_they_are_sampled(folder: Path) -> None:
     async def go() -> None:
-        engine = open_engine(folder, NativeConfig(max_running=4, cache_tokens=1024, dtype="float32"))
+        engine = open_engine(folder, NativeConfig(max_running=4, cache_tokens=2048, dtype="float32"))
         told: list[list[int]] = []
         logprobs: list[float] = []
         raw: list[float] = []
