@@ -1,8 +1,8 @@
 """Thousands of requests of random sizes at an engine that is too small for them, with cancels, new weights and
 drafts: none may be lost, and memory must stay flat. ``make soak-engine REQUESTS=30000``.
 
-A request counts as lost when it neither returns nor raises what its caller provoked. Memory is resident, compared
-at half and at the end: before, oneDNN still fills its cache of a thousand compiled products. A served request of
+A request counts as lost when it neither returns nor raises what its caller provoked. Resident memory is read
+at half and at the end: before, oneDNN still fills its cache of a thousand compiled products. A request to
 the real model takes seconds; this one takes milliseconds, so that 30,000 of them are about two hours of a busy
 server.
 """
