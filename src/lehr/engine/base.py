@@ -16,9 +16,12 @@ from lehr.core.trace import Completion, Sampling, Version
 InFlight = Literal["keep", "recompute", "abort"]
 """What happens to the keys and values of running requests when weights are swapped."""
 
-OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[float]], None]
-"""Called in the caller's loop with the new tokens of a step, and with the ``logprobs`` and ``raw_logprobs`` of
-each as :class:`~lehr.core.trace.Completion` has them."""
+Ranked = tuple[tuple[int, float], ...]
+"""The likeliest tokens at a position with their ``raw_logprobs``, the best first."""
+
+OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[float], Sequence[Ranked]], None]
+"""Called in the caller's loop with the new tokens of a step, with the ``logprobs`` and ``raw_logprobs`` of each as
+:class:`~lehr.core.trace.Completion` has them, and with the alternatives to each, or none if none were asked for."""
 
 
 class EngineError(LehrError, RuntimeError):
@@ -31,6 +34,12 @@ class RequestTooLarge(EngineError):
     """A request that can never fit; it alone fails, the engine lives on."""
 
     code = "request_too_large"
+
+
+class BadConstraint(EngineError):
+    """A constraint that cannot be held to; the request alone fails, the engine lives on."""
+
+    code = "bad_constraint"
 
 
 @dataclass(frozen=True, slots=True)

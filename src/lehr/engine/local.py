@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight, OnTokens
+from lehr.engine.base import BadConstraint, EngineError, EngineStats, InFlight, OnTokens
 from lehr.engine.messages import Allotment
 from lehr.engine.native.engine import FIRST, NativeEngine
 from lehr.engine.native.request import Request
@@ -35,6 +36,9 @@ from lehr.model.dtype import compute_dtype
 from lehr.model.tokenizer import load_tokenizer
 
 T = TypeVar("T")
+
+COMPILE_S = 10.0
+"""How long a constraint may take to compile, those before it included."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +55,7 @@ class _Waiter:
         if self.on_tokens is not None and request.own > self.told:
             tokens = request.tokens[request.prompt_length + self.told :]
             logprobs, raw = request.logprobs[self.told :], request.raw_logprobs[self.told :]
-            _call(self.loop, self.on_tokens, tokens, logprobs, raw)
+            _call(self.loop, self.on_tokens, tokens, logprobs, raw, request.alternatives[self.told :])
             self.told = request.own
 
 
@@ -65,6 +69,7 @@ class LocalEngine:
         self._waiters: dict[Request, _Waiter] = {}
         self._closed = False
         self._broken: BaseException | None = None
+        self._compiler = ThreadPoolExecutor(1, "compiler")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -104,6 +109,8 @@ class LocalEngine:
 
         try:
             async with asyncio.timeout(timeout_s):
+                if sampling.constraint is not None:
+                    await self._compiled(sampling)
                 await self._between_steps(begin)
                 return await future
         except TimeoutError as error:
@@ -111,6 +118,21 @@ class LocalEngine:
         finally:
             if not (future.done() and not future.cancelled()):
                 self._post(stop)
+
+    async def _compiled(self, sampling: Sampling) -> None:
+        """Compile a constraint beside the engine's thread, one at a time, so that sampling goes on meanwhile."""
+        with self._wake:
+            self._require_alive()
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._compiler, self._native.prepare, sampling)
+        work.add_done_callback(lambda w: w.cancelled() or w.exception())
+        done, _ = await asyncio.wait({work}, timeout=COMPILE_S)
+        if not done:
+            work.cancel()
+            raise BadConstraint(
+                f"the constraint was not compiled within {COMPILE_S:g} s", hint="Simplify it, or try later."
+            )
+        work.result()
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1]: the log-probability of each token after the first."""
@@ -164,6 +186,7 @@ class LocalEngine:
         with self._wake:
             self._closed = True
             self._wake.notify()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join)
 
     async def _between_steps(self, work: Callable[[], T]) -> T:
@@ -184,12 +207,15 @@ class LocalEngine:
 
     def _post(self, work: Callable[[], None]) -> None:
         with self._wake:
-            if self._closed:
-                raise EngineError("the engine is closed")
-            if self._broken is not None:
-                raise EngineError(f"the engine broke down: {self._broken!r}") from self._broken
+            self._require_alive()
             self._commands.append(work)
             self._wake.notify()
+
+    def _require_alive(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if self._broken is not None:
+            raise EngineError(f"the engine broke down: {self._broken!r}") from self._broken
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -217,7 +243,8 @@ class LocalEngine:
             waiter = self._waiters.pop(request, None)
             if waiter is not None:
                 waiter.tell(request)
-                _call(waiter.loop, _set, waiter.future, request.completion(), None)
+                answer = None if request.error else request.completion()
+                _call(waiter.loop, _set, waiter.future, answer, request.error)
 
     def _break(self, error: Exception) -> None:
         with self._wake:

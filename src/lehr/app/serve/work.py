@@ -16,7 +16,7 @@ from lehr.app.serve.requests import Body, ChatBody, CompletionBody
 from lehr.app.serve.text import Piece, Scored, TextStream
 from lehr.app.serve.tools import Call, ToolStream
 from lehr.core.trace import Completion, Sampling
-from lehr.engine.base import EngineStats, OnTokens
+from lehr.engine.base import EngineStats, OnTokens, Ranked
 from lehr.engine.native.cache import BLOCK
 from lehr.model.chat import ChatRenderer
 from lehr.model.config import load_config
@@ -216,7 +216,12 @@ class Service:
             tell(Delta(index, said, made, tuple(unsaid), finish))
             unsaid.clear()
 
-        def on_tokens(tokens: Sequence[int], logprobs: Sequence[float], raw_logprobs: Sequence[float]) -> None:
+        def on_tokens(
+            tokens: Sequence[int],
+            logprobs: Sequence[float],
+            raw_logprobs: Sequence[float],
+            alternatives: Sequence[Ranked],
+        ) -> None:
             nonlocal last
             now = time.monotonic()
             if last:

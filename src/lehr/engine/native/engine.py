@@ -10,7 +10,7 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
 from lehr.engine.native.drafts import Drafter
 from lehr.engine.native.fused import FusedForward, short
+from lehr.engine.native.guides import Grammars, Guide, Mask
 from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.packing import pack
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
-from lehr.engine.native.sampler import Drawn, draw, draw_whole, filters, uniform
+from lehr.engine.native.sampler import Drawn, draw_each, uniform
 from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import NativeConfig
@@ -65,6 +66,7 @@ class NativeEngine:
         self._fetched: dict[Version, Decoder] = {}
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
+        self._grammars = Grammars(tokenizer, self.model_config.vocab_size, self._stop_ids)
         blocks = max(1, self.config.cache_tokens // BLOCK)
         self._scheduler = Scheduler(
             BlockPool(self.model_config, blocks, self.dtype),
@@ -88,12 +90,19 @@ class NativeEngine:
         """Whether there is nothing to compute."""
         return not self._scheduler.running and not self._scheduler.waiting
 
+    def prepare(self, sampling: Sampling) -> None:
+        """Compile what ``sampling`` needs, so that :meth:`submit` finds it. May run in any thread."""
+        if sampling.constraint is not None:
+            self._grammars.guide(sampling.constraint)
+
     def submit(self, tokens: Sequence[int], sampling: Sampling, session: str = "") -> Request:
         """Queue a request and return it. Raises :class:`RequestTooLarge` or :class:`EngineError`."""
         prompt = list(map(int, tokens))
         self._check(prompt, sampling)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
+        if sampling.constraint is not None:
+            request.guide = self._grammars.guide(sampling.constraint)
         if self.config.draft_tokens:
             request.drafter = Drafter(request.tokens, self.config.draft_tokens)
         self._prompt_tokens += len(prompt)
@@ -124,9 +133,11 @@ class NativeEngine:
             or sampling.temperature < 0
             or not 0 < sampling.top_p <= 1
             or sampling.top_k < 0
+            or sampling.alternatives < 0
         ):
             raise EngineError(
-                f"cannot sample with {sampling}", expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
+                f"cannot sample with {sampling}",
+                expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0, alternatives ≥ 0",
             )
         if any(sampling.stop) and self._tokenizer is None:
             raise EngineError("stop strings need a tokenizer, and this engine was built without one")
@@ -211,7 +222,8 @@ class NativeEngine:
             self._publish(piece.request)
         if not ready:
             return []
-        drawn = self._draw(last_ND if len(rows) == row else last_ND[rows], ready)
+        mask = self._mask(ready)
+        drawn = self._draw(last_ND if len(rows) == row else last_ND[rows], ready, mask)
         if not all(map(math.isfinite, drawn.kept_mass)):
             raise EngineError(
                 f"the model of version {self.version} gives logits that are not finite",
@@ -223,23 +235,43 @@ class NativeEngine:
         for piece in ready:
             if piece.request.own == 0:
                 self._cached_tokens += piece.request.cached_tokens
-            if self._take(piece, drawn, first):
+            if self._take(piece, drawn, first, mask.dead if mask else frozenset()):
                 self._scheduler.drop(piece.request)
                 done.append(piece.request)
             first += 1 + len(piece.draft)
         return done
 
-    def _take(self, piece: Piece, drawn: Drawn, first: int) -> bool:
-        """Append what was drawn for a piece, as far as its draft was right. Return whether the request ends."""
+    def _mask(self, ready: list[Piece]) -> Mask | None:
+        """Return what the rows of the requests with a constraint may draw; None where there are none."""
+        guided: list[tuple[int, Guide, Sequence[int]]] = []
+        first = 0
+        for piece in ready:
+            request = piece.request
+            if request.guide is not None:
+                request.guide.follow(request.tokens, request.prompt_length)
+                guided.append((first, request.guide, piece.draft))
+            first += 1 + len(piece.draft)
+        return self._grammars.mask(guided) if guided else None
+
+    def _take(self, piece: Piece, drawn: Drawn, first: int, dead: Collection[int]) -> bool:
+        """Append what was drawn for a piece, as far as its draft was right and what it says may be said. Return
+        whether the request ends.
+        """
         request = piece.request
         packed = self.version.packed
         taken, ends = 0, False
         for row in range(first, first + 1 + len(piece.draft)):
+            if row in dead and request.guide is not None:
+                request.guide.follow(request.tokens, request.prompt_length)
+                request.error = request.guide.why_dead()
+                return True
             request.tokens.append(drawn.tokens[row])
             request.logprobs.append(drawn.logprobs[row])
             request.raw_logprobs.append(drawn.raw_logprobs[row])
             request.kept_mass.append(drawn.kept_mass[row])
             request.versions.append(packed)
+            if row in drawn.alternatives:
+                request.alternatives.append(drawn.alternatives[row])
             taken += 1
             ends = self._ends(request)
             if ends or row == first + len(piece.draft) or drawn.tokens[row] != piece.draft[row - first]:
@@ -254,7 +286,7 @@ class NativeEngine:
                 self._scheduler.publish(request)
         return ends
 
-    def _draw(self, last_ND: torch.Tensor, ready: list[Piece]) -> Drawn:
+    def _draw(self, last_ND: torch.Tensor, ready: list[Piece], mask: Mask | None) -> Drawn:
         """Draw a token from each hidden state: of each piece, one after its last token and its draft's."""
         seeds: list[int] = []
         positions: list[int] = []
@@ -264,10 +296,9 @@ class NativeEngine:
             seeds += [request.seed] * count
             positions += range(request.own, request.own + count)
             settings += [request.sampling] * count
-        where = uniform(seeds, positions)
-        if self._kernels and not any(map(filters, settings)):
-            return draw_whole(self._kernels, self._decoder.head(last_ND), settings, where)
-        return draw(self._decoder.logits(last_ND), settings, where)
+        return draw_each(
+            self._kernels, self._decoder.head(last_ND), settings, uniform(seeds, positions), mask
+        )
 
     def _publish(self, request: Request) -> None:
         if request.computed == request.prompt_length or request.computed % BLOCK == 0 or request.remaining:
@@ -281,6 +312,9 @@ class NativeEngine:
             stops = [s.encode() for s in sampling.stop if s]
             request.tail, hit = extend_tail(request.tail, self._tokenizer.token_bytes(token), stops)
             request.stop = "stop" if hit else None
+        if request.stop is None and request.guide is not None and not self._stop_ids:
+            request.guide.follow(request.tokens, request.prompt_length)
+            request.stop = "stop" if request.guide.complete else None
         if request.stop is None and request.own >= sampling.max_tokens:
             request.stop = "length"
         return request.stop is not None

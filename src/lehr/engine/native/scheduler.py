@@ -79,6 +79,9 @@ class Scheduler:
             return ()
         room = min(room, request.sampling.max_tokens - request.own - 1)
         drafted = tuple(request.drafter.draft(room))
+        if request.guide is not None and drafted:
+            request.guide.follow(request.tokens, request.prompt_length)
+            drafted = drafted[: request.guide.admitted(drafted)]
         while len(request.blocks) < blocks_for(len(request.tokens) + len(drafted)) and self.pool.free:
             request.blocks.append(self.pool.allot())
         return drafted[: len(request.blocks) * BLOCK - len(request.tokens)]
