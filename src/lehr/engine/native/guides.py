@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from lehr.model.base import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 REMEMBERED = 64
 """Compiled constraints that are kept."""
@@ -76,14 +77,14 @@ class Guide:
         return self._matcher.validate_tokens(list(draft[:text])) if text else 0
 
     def fill(self, draft: Sequence[int], words_RW: NDArray[np.int32]) -> None:
-        """Write which tokens may come after each beginning of the draft, a bit for each; the draft is admitted."""
-        for row, token in zip(words_RW, (*draft, None), strict=True):
-            row[:] = 0
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if token is not None:
-                self._matcher.consume_token(token)
-        if draft:
-            self._matcher.rollback(len(draft))
+        """Write which tokens may come after each beginning of the draft, a bit for each: none at a dead end. The
+        draft is admitted.
+        """
+        ahead = self._matcher.deep_copy() if draft else self._matcher  # a matcher does not come back from a dead end
+        _fill(self._matcher, words_RW[0])
+        for row, token in enumerate(draft, 1):
+            ahead.consume_token(token)
+            _fill(ahead, words_RW[row])
 
     def why_dead(self) -> BadConstraint:
         """Return the error of a request that may say nothing more."""
@@ -93,6 +94,12 @@ class Guide:
             expected="a constraint under which every beginning can be completed",
             hint="Simplify it; patterns and lengths that contradict each other are a common cause.",
         )
+
+
+def _fill(matcher: LLMatcher, words_W: NDArray[np.int32]) -> None:
+    matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+    if matcher.is_error():
+        words_W[:] = 0
 
 
 class Grammars:
@@ -210,24 +217,33 @@ _EXPECTED = {
 }
 
 
+_FREE = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @text'}
+"""Text that has to come next is not put into the tokens that the tokenizer would split it into: every token that
+it may begin with is admitted, as everywhere else."""
+
+
 def _translated(constraint: Constraint) -> str:
     """Return the constraint in llguidance's own form."""
-    from llguidance import LLMatcher
-
-    if constraint.kind == "regex":
-        return LLMatcher.grammar_from_regex(constraint.text)
-    if constraint.kind == "grammar":
-        return LLMatcher.grammar_from_lark(constraint.text)
     if constraint.kind not in _NAMES:
         raise BadConstraint(f"unknown kind of constraint {constraint.kind!r}", expected=", ".join(_NAMES))
-    schema = '{"type": "object"}' if constraint.kind == "json" else constraint.text
     try:
-        if not isinstance(json.loads(schema), dict) or (constraint.kind == "json" and constraint.text):
-            raise ValueError(f"it is {constraint.text[:80]!r}")
-        return LLMatcher.grammar_from_json_schema(
-            schema, overrides={"lenient": False, "whitespace_pattern": _SPACE}
-        )
+        body = _read(constraint)
     except (ValueError, RecursionError) as error:
         raise BadConstraint(
             f"the {_NAMES[constraint.kind]} cannot be read: {error}", expected=_EXPECTED[constraint.kind]
         ) from error
+    return json.dumps({"grammars": [_FREE, {**body, "name": "text"}]})
+
+
+def _read(constraint: Constraint) -> dict[str, Any]:
+    from llguidance import LLMatcher
+
+    if constraint.kind == "grammar":
+        return {"lark_grammar": constraint.text}
+    if constraint.kind == "regex":
+        return json.loads(LLMatcher.grammar_from_regex(constraint.text))["grammars"][0]
+    schema = '{"type": "object"}' if constraint.kind == "json" else constraint.text
+    if not isinstance(json.loads(schema), dict) or (constraint.kind == "json" and constraint.text):
+        raise ValueError(f"it is {constraint.text[:80]!r}")
+    options: JsonCompileOptions = {"lenient": False, "whitespace_pattern": _SPACE}
+    return json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=options))["grammars"][0]
