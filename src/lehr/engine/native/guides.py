@@ -32,7 +32,7 @@ REMEMBERED = 64
 """Compiled constraints that are kept."""
 LONGEST = 1 << 20
 """Characters of a constraint."""
-_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 """White space between the parts of a JSON text. Without a bound, a model that repeats itself never leaves it."""
 _SHOWN = 400
 
@@ -245,5 +245,5 @@ def _read(constraint: Constraint) -> dict[str, Any]:
     schema = '{"type": "object"}' if constraint.kind == "json" else constraint.text
     if not isinstance(json.loads(schema), dict) or (constraint.kind == "json" and constraint.text):
         raise ValueError(f"it is {constraint.text[:80]!r}")
-    options: JsonCompileOptions = {"lenient": False, "whitespace_pattern": _SPACE}
+    options: JsonCompileOptions = {"lenient": False, "whitespace_pattern": SPACE}
     return json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=options))["grammars"][0]
