@@ -141,7 +141,9 @@ class LocalEngine:
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
         native = self._native
-        decoder = await asyncio.to_thread(load_published, manifest, native.model_config, native.dtype)
+        decoder = await asyncio.to_thread(
+            load_published, manifest, native.model_config, native.dtype, native.config.weights
+        )
         await self._between_steps(lambda: native.offer(manifest.version, decoder))
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:

@@ -24,7 +24,6 @@ from lehr.engine.native.drafts import Drafter
 from lehr.engine.native.fused import FusedForward, short
 from lehr.engine.native.guides import Grammars, Guide, Mask
 from lehr.engine.native.kernels.load import kernels_for
-from lehr.engine.native.packing import pack
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
 from lehr.engine.native.sampler import Drawn, draw_each, uniform
@@ -32,6 +31,7 @@ from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.native.stops import extend_tail
+from lehr.engine.native.weights import prepared
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
 
@@ -62,7 +62,7 @@ class NativeEngine:
         self.dtype = decoder.embed.weight.dtype
         self.version = version
         self._kernels = kernels_for(self.dtype) if self.config.kernels else None
-        self._use(pack(decoder))
+        self._use(prepared(decoder, self.config.weights))
         self._fetched: dict[Version, Decoder] = {}
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
@@ -320,7 +320,7 @@ class NativeEngine:
         return request.stop is not None
 
     def offer(self, version: Version, decoder: Decoder) -> None:
-        """Keep weights, packed by :func:`~lehr.engine.native.packing.pack`, ready for :meth:`activate`."""
+        """Keep weights, from :func:`~lehr.engine.native.weights.prepared`, ready for :meth:`activate`."""
         if version <= self.version:
             raise EngineError(
                 f"weights {version} are not newer than {self.version}", expected="a higher version"

@@ -15,7 +15,7 @@ from lehr.engine.native.cache import BLOCK, BlockPool, link
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
 
-DRAFTED_ROWS = 64
+DRAFTED_ROWS = 16
 """Tokens in a step up to which drafts are added: beyond, a row costs about as much as it saves."""
 
 

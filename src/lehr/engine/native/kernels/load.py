@@ -20,12 +20,13 @@ ARGUMENTS = {
     "rotate": (*[c_void_p] * 8, *[c_int64] * 5, c_float),
     "attend": (*[c_void_p] * 4, *[c_int64] * 5),
     "draw": (*[c_void_p] * 5, c_int64, c_int64),
+    "int8_rows": (*[c_void_p] * 5, c_int64, c_int64, c_int64),
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class Kernels:
-    """The compiled functions for one number format. They work on memory by address: see ``step.cpp``."""
+    """The compiled functions for one number format. They work on memory by address: see the ``.cpp`` files."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in ARGUMENTS.items():
@@ -38,6 +39,7 @@ class Kernels:
     rotate: Any
     attend: Any
     draw: Any
+    int8_rows: Any
 
 
 def kernels_for(dtype: torch.dtype) -> Kernels | None:
