@@ -66,6 +66,7 @@ class Sampling:
         The end of the sequence is admitted where the text is complete. A completion that ends for another
         reason (``max_tokens``, ``stop``) may be the beginning of an admitted text only.
     alternatives: how many of the likeliest tokens are told at each position.
+    adapter: the name of a loaded adapter, which is added to the weights; "" is the model as it is.
     """
 
     temperature: float = 1.0
@@ -76,6 +77,7 @@ class Sampling:
     seed: int | None = None
     constraint: Constraint | None = None
     alternatives: int = 0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

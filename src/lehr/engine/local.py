@@ -138,6 +138,18 @@ class LocalEngine:
         """Return float32[T-1]: the log-probability of each token after the first."""
         return await self._between_steps(lambda: self._native.score(tokens, temperature))
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter, in PEFT's format, for requests that name it; one of the same name is replaced.
+
+        Raises :class:`ConfigError` that says what does not fit. Requests that run keep the adapter they have.
+        """
+        parts = await asyncio.to_thread(self._native.read_adapter, folder)
+        await self._between_steps(lambda: self._native.load_adapter(name, parts))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests that name it; its memory is free once those that run have ended."""
+        await self._between_steps(lambda: self._native.unload_adapter(name))
+
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
         native = self._native

@@ -10,7 +10,8 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
+from lehr.engine.native.adapters import Adapters
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
 from lehr.engine.native.drafts import Drafter
@@ -34,6 +36,7 @@ from lehr.engine.native.stops import extend_tail
 from lehr.engine.native.weights import prepared
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
+from lehr.model.lora import LowRank, Place, read_adapter
 
 _SLICE_TOKENS = 320
 
@@ -64,6 +67,7 @@ class NativeEngine:
         self._kernels = kernels_for(self.dtype) if self.config.kernels else None
         self._use(prepared(decoder, self.config.weights))
         self._fetched: dict[Version, Decoder] = {}
+        self._adapters = Adapters()
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._grammars = Grammars(tokenizer, self.model_config.vocab_size, self._stop_ids)
@@ -101,6 +105,8 @@ class NativeEngine:
         self._check(prompt, sampling)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
+        if sampling.adapter:
+            request.adapter = self._adapters.get(sampling.adapter)
         if sampling.constraint is not None:
             request.guide = self._grammars.guide(sampling.constraint)
         if self.config.draft_tokens:
@@ -178,6 +184,7 @@ class NativeEngine:
         parts: list[torch.Tensor] = []
         for some in _slices(pieces):
             parts.append(self._forward_slice(some))
+        self._adapters.end()
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _forward_slice(self, pieces: list[Piece]) -> torch.Tensor:
@@ -191,6 +198,10 @@ class NativeEngine:
             spans.append(Span(request.slot, start, piece.rows, len(tokens)))
             tokens.extend(request.tokens[start : start + piece.count])
             tokens.extend(piece.draft)
+        self._adapters.begin(
+            self._decoder,
+            [(p.request.adapter, s.offset, s.offset + s.count) for p, s in zip(pieces, spans, strict=True)],
+        )
         singles = sum(1 for p in pieces if p.rows == 1)
         if self._fused:
             hidden_TD = self._fused.hidden(tokens, spans)
@@ -318,6 +329,23 @@ class NativeEngine:
         if request.stop is None and request.own >= sampling.max_tokens:
             request.stop = "length"
         return request.stop is not None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that are loaded."""
+        return self._adapters.names
+
+    def read_adapter(self, folder: Path) -> Mapping[Place, LowRank]:
+        """Return the adapter in ``folder`` for :meth:`load_adapter`. May run in any thread."""
+        return read_adapter(folder, self.model_config, self.dtype)
+
+    def load_adapter(self, name: str, parts: Mapping[Place, LowRank]) -> None:
+        """Serve requests that name it from now on; what was loaded under the name serves those that run."""
+        self._adapters.load(name, parts)
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse requests that name it from now on; those that run go on. Raises :class:`UnknownName`."""
+        self._adapters.unload(name)
 
     def offer(self, version: Version, decoder: Decoder) -> None:
         """Keep weights, from :func:`~lehr.engine.native.weights.prepared`, ready for :meth:`activate`."""

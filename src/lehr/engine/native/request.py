@@ -14,6 +14,7 @@ import numpy as np
 from lehr.core.errors import LehrError
 from lehr.core.trace import Alternatives, Completion, KvPolicy, Sampling, StopReason
 from lehr.engine.base import Ranked
+from lehr.engine.native.adapters import Adapter
 from lehr.engine.native.drafts import DraftSource
 from lehr.engine.native.guides import Guide
 from lehr.engine.native.rows import Slot
@@ -50,6 +51,7 @@ class Request:
     cached_tokens: int = 0
     drafter: DraftSource | None = None
     guide: Guide | None = None
+    adapter: Adapter | None = None
     tail: bytes = b""
     stop: StopReason | None = None
     error: LehrError | None = None
