@@ -60,7 +60,7 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
     if settings.get("peft_type") != "LORA":
         raise ConfigError(f"{folder} holds an adapter of type {settings.get('peft_type')!r}", expected="LORA")
     for name, known in _PLAIN.items():
-        if (settings.get(name) or None) != (known or None):
+        if (settings.get(name, known) or None) != (known or None):
             raise ConfigError(
                 f"{folder / SETTINGS} has {name}={json.dumps(settings[name])}", expected=json.dumps(known)
             )

@@ -49,7 +49,9 @@ class StreamingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model: the id that clients name, how it reads and writes, and what it can hold."""
+    """The model: the id that clients name, how it reads and writes, and what it can hold. adapters: ids under which
+    it answers with an adapter.
+    """
 
     id: str
     tokenizer: AnyTokenizer
@@ -57,16 +59,17 @@ class Served:
     stop_ids: frozenset[int]
     context_tokens: int
     vocab_size: int
+    adapters: tuple[str, ...] = ()
 
 
-def served(folder: Path, name: str, cache_tokens: int) -> Served:
+def served(folder: Path, name: str, cache_tokens: int, adapters: tuple[str, ...] = ()) -> Served:
     """Return what is served from a model folder, with as much context as model and cache hold."""
     config = load_config(folder)
     tokenizer = load_tokenizer(folder)
     renderer = ChatRenderer(tokenizer)
     stop_ids = frozenset({*renderer.stop_ids, *config.eos_ids})
     room = min(config.max_positions, cache_tokens // BLOCK * BLOCK)
-    return Served(name, tokenizer, renderer, stop_ids, room, config.vocab_size)
+    return Served(name, tokenizer, renderer, stop_ids, room, config.vocab_size, adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +143,10 @@ class Service:
             self.requests -= 1
 
     def require_model(self, name: str) -> None:
-        """Raise :class:`ApiError` 404 unless ``name`` is the model that is served."""
-        if name != self.model.id:
-            message = f"the model {name[:200]!r} is not served. Expected {self.model.id!r}."
+        """Raise :class:`ApiError` 404 unless ``name`` is the model that is served, or one of its adapters."""
+        known = (self.model.id, *self.model.adapters)
+        if name not in known:
+            message = f"the model {name[:200]!r} is not served. Expected {' or '.join(map(repr, known))}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def jobs(self, body: Body) -> list[Job]:
@@ -154,7 +158,11 @@ class Service:
             if room < 1 or (body.wanted is not None and body.wanted > room):
                 raise too_long(len(tokens), None if room < 1 else body.wanted, self.model.context_tokens, param)
             sampling = body.sampling(body.wanted or room, self.model.vocab_size)
-            sampling = replace(sampling, constraint=self._constraint(body))
+            sampling = replace(
+                sampling,
+                constraint=self._constraint(body),
+                adapter=body.model if body.model in self.model.adapters else "",
+            )
             for number in range(body.n):
                 seed = sampling.seed
                 seed = derive_seed(seed, number) if seed is not None and number else seed
