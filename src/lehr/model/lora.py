@@ -101,7 +101,9 @@ def _pairs(
     pairs: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     for (layer, name), both in halves.items():
         if set(both) != {"A", "B"}:
-            raise ConfigError(f"{folder}: {name} of layer {layer} has only {'/'.join(both)}", expected="A and B")
+            raise ConfigError(
+                f"{folder}: {name} of layer {layer} has only {'/'.join(both)}", expected="A and B"
+            )
         _, rows, inputs, _ = parts[name]
         down, up = both["A"], both["B"]
         wanted = f"A (rank, {inputs}) and B ({rows.stop - rows.start}, rank)"

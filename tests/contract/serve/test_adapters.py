@@ -33,7 +33,9 @@ def adapter(script: Script, folder: Path) -> Path:
     gate = "base_model.model.model.layers.0.mlp.{}_proj"
     for name in ("gate", "up"):
         tensors[f"{gate.format(name)}.lora_A.weight"] = torch.randn(2, config.hidden_size, generator=source)
-        tensors[f"{gate.format(name)}.lora_B.weight"] = torch.randn(config.intermediate_size, 2, generator=source)
+        tensors[f"{gate.format(name)}.lora_B.weight"] = torch.randn(
+            config.intermediate_size, 2, generator=source
+        )
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 16}))
     return folder

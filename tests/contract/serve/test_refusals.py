@@ -30,7 +30,9 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice", "invalid_value",
+            {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+            "tool_choice",
+            "invalid_value",
         ),
         ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
         ({"extra_body": {"best_of": 2}}, "best_of", "unsupported_parameter"),

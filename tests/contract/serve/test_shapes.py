@@ -46,7 +46,12 @@ def format_of(schema: Any) -> Any:
 def test_an_answer_follows_the_schema(client: OpenAI, stream: bool) -> None:
     for seed in range(3):
         made: Any = client.chat.completions.create(
-            model=NAME, messages=HELLO, response_format=format_of(POINT), seed=seed, max_tokens=400, stream=stream
+            model=NAME,
+            messages=HELLO,
+            response_format=format_of(POINT),
+            seed=seed,
+            max_tokens=400,
+            stream=stream,
         )
         if stream:
             chunks = list(made)
@@ -87,9 +92,18 @@ def test_a_call_is_made(client: OpenAI, choice: Any, strict: bool | None) -> Non
 
 def test_a_call_that_the_model_makes_is_held_to_a_strict_schema(client: OpenAI) -> None:
     """The model calls ``add`` with {"a": 1} in one token; the schema has another argument."""
-    other = {"type": "object", "properties": {"b": {"const": 5}}, "required": ["b"], "additionalProperties": False}
+    other = {
+        "type": "object",
+        "properties": {"b": {"const": 5}},
+        "required": ["b"],
+        "additionalProperties": False,
+    }
     done = client.chat.completions.create(
-        model=NAME, messages=HELLO, tools=[tool("add", other, True)], temperature=0, max_tokens=400  # type: ignore[list-item]
+        model=NAME,
+        messages=HELLO,
+        tools=[tool("add", other, True)],
+        temperature=0,
+        max_tokens=400,  # type: ignore[list-item]
     )
     message = done.choices[0].message
     assert message.content == SAID, "what is no call is free"
@@ -123,17 +137,27 @@ def test_a_model_that_may_answer_in_a_shape_or_call(client: OpenAI) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_cannot_be_used(client: OpenAI, options: dict[str, Any], param: str, stream: bool) -> None:
+def test_a_schema_that_cannot_be_used(
+    client: OpenAI, options: dict[str, Any], param: str, stream: bool
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=NAME, messages=HELLO, stream=stream, **options)
-    assert (caught.value.param, caught.value.code, caught.value.type) == (param, "invalid_schema", "invalid_request_error")
+    assert (caught.value.param, caught.value.code, caught.value.type) == (
+        param,
+        "invalid_schema",
+        "invalid_request_error",
+    )
     assert client.chat.completions.create(model=NAME, messages=HELLO).choices[0].message.content
 
 
 def test_a_schema_that_is_not_strict_may_say_what_no_text_can_be_held_to(client: OpenAI) -> None:
     parameters = SUM | {"not": {"required": ["z"]}}
     done = client.chat.completions.create(
-        model=NAME, messages=HELLO, tools=[tool("add", parameters)], tool_choice="required", max_tokens=200  # type: ignore[list-item]
+        model=NAME,
+        messages=HELLO,
+        tools=[tool("add", parameters)],
+        tool_choice="required",
+        max_tokens=200,  # type: ignore[list-item]
     )
     assert (done.choices[0].message.tool_calls or [])[0].function.name == "add"  # type: ignore[union-attr]
 
@@ -141,7 +165,12 @@ def test_a_schema_that_is_not_strict_may_say_what_no_text_can_be_held_to(client:
 def test_the_likeliest_tokens_of_a_chat(client: OpenAI) -> None:
     for more in ({}, {"extra_body": {"top_k": 1}}, {"temperature": 0}):
         done = client.chat.completions.create(
-            model=NAME, messages=HELLO, logprobs=True, top_logprobs=20, max_tokens=4, **more  # type: ignore[arg-type]
+            model=NAME,
+            messages=HELLO,
+            logprobs=True,
+            top_logprobs=20,
+            max_tokens=4,
+            **more,  # type: ignore[arg-type]
         )
         assert done.choices[0].logprobs is not None
         for token in done.choices[0].logprobs.content or []:

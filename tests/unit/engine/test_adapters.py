@@ -34,7 +34,13 @@ def write(
     """Write an adapter as PEFT does; return the weights of the model with the adapter merged into them."""
     source = torch.Generator().manual_seed(seed)
     merged = {name: tensor.clone() for name, tensor in plain.to_hf().items()}
-    raw = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "target_modules": list(targets), "bias": "none"} | settings
+    raw = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 6,
+        "target_modules": list(targets),
+        "bias": "none",
+    } | settings
     scale = raw["lora_alpha"] / (rank**0.5 if raw.get("use_rslora") else rank)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(plain.config.num_layers):
@@ -77,7 +83,8 @@ def test_each_request_has_its_own_weights_in_the_same_step(bench: Any, tmp_path:
         "mlp": {"targets": ("up_proj", "down_proj"), "rank": 5, "use_rslora": True},
     }
     weights = {
-        name: write(tmp_path / name, bench.decoder(), 10 + i, **more) for i, (name, more) in enumerate(kinds.items())
+        name: write(tmp_path / name, bench.decoder(), 10 + i, **more)
+        for i, (name, more) in enumerate(kinds.items())
     }
     weights[""] = dict(bench.decoder().to_hf())
     engine = bench.engine(token_budget=128)
@@ -93,7 +100,9 @@ def test_each_request_has_its_own_weights_in_the_same_step(bench: Any, tmp_path:
     bench.run(engine, *requests)
     assert engine.stats().steps < 30, "they share steps"
     for request, (name, prompt, sampling) in zip(requests, jobs, strict=True):
-        assert same(request, alone(bench, weights[name], prompt, Sampling(0.8, max_tokens=12, seed=sampling.seed))), name
+        assert same(
+            request, alone(bench, weights[name], prompt, Sampling(0.8, max_tokens=12, seed=sampling.seed))
+        ), name
     assert len({tuple(r.tokens) for r in requests}) == len(requests)
     assert bench.agrees(requests[0]), "the base is as it was"
 
@@ -159,7 +168,10 @@ def test_adapters_outlive_a_preemption_drafts_and_new_weights(bench: Any, tmp_pa
     engine = bench.engine(cache_tokens=176, draft_tokens=4)
     load(engine, "a", tmp_path / "a")
     prompts = [bench.prompt(40, i) for i in range(4)]
-    requests = [engine.submit(p, Sampling(0, max_tokens=30, adapter="a" if i % 2 else "")) for i, p in enumerate(prompts)]
+    requests = [
+        engine.submit(p, Sampling(0, max_tokens=30, adapter="a" if i % 2 else ""))
+        for i, p in enumerate(prompts)
+    ]
     bench.run(engine, *requests)
     assert engine._scheduler.preemptions > 0
     for i, request in enumerate(requests):

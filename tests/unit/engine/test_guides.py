@@ -64,7 +64,9 @@ def test_what_is_said_validates(bench: Any) -> None:
     temperature = 0.9
     engine = bench.engine(stop_ids=(END,))
     requests = [
-        engine.submit(bench.prompt(9, i), Sampling(temperature, max_tokens=600, seed=i, constraint=schema(PERSON)))
+        engine.submit(
+            bench.prompt(9, i), Sampling(temperature, max_tokens=600, seed=i, constraint=schema(PERSON))
+        )
         for i in range(4)
     ]
     bench.run(engine, *requests)
@@ -141,8 +143,12 @@ def test_any_object_is_an_object(bench: Any) -> None:
 
 def test_a_regular_expression_and_a_grammar(bench: Any) -> None:
     for seed in range(4):
-        assert re.fullmatch(rb"[a-d]{3}(-[0-9]+){0,3}!", said(sampled(bench, regex(r"[a-d]{3}(-[0-9]+){0,3}!"), seed=seed)))
-        balanced = said(sampled(bench, Constraint("grammar", 'start: "x" | "(" start ")"'), max_tokens=400, seed=seed))
+        assert re.fullmatch(
+            rb"[a-d]{3}(-[0-9]+){0,3}!", said(sampled(bench, regex(r"[a-d]{3}(-[0-9]+){0,3}!"), seed=seed))
+        )
+        balanced = said(
+            sampled(bench, Constraint("grammar", 'start: "x" | "(" start ")"'), max_tokens=400, seed=seed)
+        )
         assert re.fullmatch(rb"\(*x\)*", balanced) and balanced.count(b"(") == balanced.count(b")")
 
 
@@ -188,7 +194,9 @@ def test_e6_the_constraint_comes_before_top_k_and_top_p(top_p: float, top_k: int
     scores = torch.randn(rows, vocabulary, generator=source) * 3
     allowed = torch.rand(rows, vocabulary, generator=source) < 0.3
     settings = [Sampling(0.9, top_p, top_k)] * rows
-    drawn = draw(scores.clone(), settings, uniform(range(rows), [0] * rows), mask_of(list(range(rows)), allowed))
+    drawn = draw(
+        scores.clone(), settings, uniform(range(rows), [0] * rows), mask_of(list(range(rows)), allowed)
+    )
     probabilities = torch.softmax(scores.double() / 0.9, -1)
     for row, token in enumerate(drawn.tokens):
         admitted = probabilities[row] * allowed[row]
@@ -218,7 +226,14 @@ def test_rows_without_a_constraint_are_drawn_as_if_they_were_alone(bench: Any) -
     """Log-probabilities and tokens to the last bit: the way in which a row is drawn is its own."""
     kernels = bench.engine()._kernels
     scores = torch.randn(6, 700, generator=torch.Generator().manual_seed(1)) * 3
-    settings = [Sampling(), Sampling(top_k=9), Sampling(0.7, alternatives=3), Sampling(0), Sampling(), Sampling(1.3)]
+    settings = [
+        Sampling(),
+        Sampling(top_k=9),
+        Sampling(0.7, alternatives=3),
+        Sampling(0),
+        Sampling(),
+        Sampling(1.3),
+    ]
     where = uniform(range(6), range(6))
     allowed = torch.zeros(2, 700, dtype=torch.bool)
     allowed[:, 40:60] = True
@@ -227,7 +242,9 @@ def test_rows_without_a_constraint_are_drawn_as_if_they_were_alone(bench: Any) -
     for row in (0, 2, 3, 5):
         alone = draw_each(kernels, scores[row : row + 1].clone(), settings[row : row + 1], where[row : row + 1])
         assert alone.tokens[0] == together.tokens[row]
-        assert alone.logprobs[0] == together.logprobs[row] and alone.raw_logprobs[0] == together.raw_logprobs[row]
+        assert (
+            alone.logprobs[0] == together.logprobs[row] and alone.raw_logprobs[0] == together.raw_logprobs[row]
+        )
     assert set(together.alternatives) == {2} and together.alternatives == likeliest(scores, settings)
 
 
@@ -259,7 +276,9 @@ def test_alternatives_are_the_likeliest_of_the_model(bench: Any) -> None:
             assert np.allclose(whole[done.alternatives.tokens[i]], whole[best], atol=1e-4)
         if sampling.alternatives == 300 or not sampling.temperature:
             at = [list(row).index(t) for row, t in zip(done.alternatives.tokens, done.tokens, strict=True)]
-            assert np.allclose(done.alternatives.raw_logprobs[range(request.own), at], done.raw_logprobs, atol=1e-5)
+            assert np.allclose(
+                done.alternatives.raw_logprobs[range(request.own), at], done.raw_logprobs, atol=1e-5
+            )
 
 
 def test_greedy_takes_the_best_that_is_admitted(bench: Any) -> None:
@@ -277,10 +296,14 @@ def test_an_end_is_drawn_only_where_the_text_is_whole(bench: Any) -> None:
     letter = ord("b")
     for seed in range(20):
         engine = bench.engine(stop_ids=(END, letter))
-        request = engine.submit(bench.prompt(12), Sampling(seed=seed, max_tokens=40, constraint=regex("a{4}[bc]*")))
+        request = engine.submit(
+            bench.prompt(12), Sampling(seed=seed, max_tokens=40, constraint=regex("a{4}[bc]*"))
+        )
         bench.run(engine, request)
         whole = bytes(request.tokens[12:-1])
-        assert request.stop in ("eos", "length") and (request.stop == "length" or request.tokens[-1] in (END, letter))
+        assert request.stop in ("eos", "length") and (
+            request.stop == "length" or request.tokens[-1] in (END, letter)
+        )
         assert re.fullmatch(rb"a{4}c*", whole), whole
 
 
@@ -314,7 +337,9 @@ def test_e10_a_request_that_is_sent_back_keeps_its_place(bench: Any) -> None:
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
 def test_new_weights_keep_its_place(bench: Any, in_flight: str) -> None:
     engine = bench.engine(stop_ids=(END,))
-    request = engine.submit(bench.prompt(12), Sampling(max_tokens=60, seed=4, constraint=regex("([a-f][0-9]){12}")))
+    request = engine.submit(
+        bench.prompt(12), Sampling(max_tokens=60, seed=4, constraint=regex("([a-f][0-9]){12}"))
+    )
     for _ in range(7):
         engine.step()
     bench.swap(engine, 2, in_flight=in_flight)
@@ -349,7 +374,9 @@ def test_e7_drafts_change_the_number_of_steps_alone(bench: Any, temperature: flo
     assert np.allclose(other.completion().logprobs, one.completion().logprobs, atol=1e-4)
     assert np.allclose(other.completion().kept_mass, one.completion().kept_mass, atol=1e-4)
     stats = engine.stats()
-    assert 0 < stats.accepted_tokens <= stats.drafted_tokens and stats.steps == other.own - stats.accepted_tokens
+    assert (
+        0 < stats.accepted_tokens <= stats.drafted_tokens and stats.steps == other.own - stats.accepted_tokens
+    )
     assert len(other.alternatives) == other.own
     assert stats.accepted_tokens == stats.drafted_tokens, "what is not admitted is not drafted"
 
@@ -425,7 +452,25 @@ def byte_level(folder: Path) -> HfTokenizer:
 
 
 def sentence_pieces(folder: Path) -> HfTokenizer:
-    pieces = ["▁", "▁{", "{", "}", '"', '":', "▁true", "true", "a", "at", "▁at", "é", "1", "42", "▁4", ",", "red"]
+    pieces = [
+        "▁",
+        "▁{",
+        "{",
+        "}",
+        '"',
+        '":',
+        "▁true",
+        "true",
+        "a",
+        "at",
+        "▁at",
+        "é",
+        "1",
+        "42",
+        "▁4",
+        ",",
+        "red",
+    ]
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     fast = Tokenizer(models.Unigram([(name, -float(i)) for i, name in enumerate(names)], 0, byte_fallback=True))
     fast.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -393,9 +393,7 @@ def _refuse(body: Body) -> None:
         names = ", ".join(repr(t.function.name) for t in body.tools) or "tools that it may call"
         named = isinstance(body.tool_choice, NamedTool)
         what = "names a function that is not in tools" if named else "needs tools"
-        raise ApiError(
-            400, f"tool_choice {what}. Expected {names}.", param="tool_choice", code="invalid_value"
-        )
+        raise ApiError(400, f"tool_choice {what}. Expected {names}.", param="tool_choice", code="invalid_value")
     if isinstance(body, CompletionBody):
         asked = len(body.prompt) * body.n
         if asked > MOST_CHOICES:

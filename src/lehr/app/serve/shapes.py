@@ -15,7 +15,6 @@ from lehr.engine.native.guides import SPACE
 from lehr.model.chat import CallForm
 
 
-
 def answer_shape(schema: dict[str, Any] | None) -> Constraint:
     """Return the constraint of an answer that is any JSON object, or what ``schema`` admits."""
     return Constraint("json") if schema is None else Constraint("schema", json.dumps(schema))

@@ -80,7 +80,9 @@ class Guide:
         """Write which tokens may come after each beginning of the draft, a bit for each: none at a dead end. The
         draft is admitted.
         """
-        ahead = self._matcher.deep_copy() if draft else self._matcher  # a matcher does not come back from a dead end
+        ahead = (
+            self._matcher.deep_copy() if draft else self._matcher
+        )  # a matcher does not come back from a dead end
         _fill(self._matcher, words_RW[0])
         for row, token in enumerate(draft, 1):
             ahead.consume_token(token)
@@ -88,7 +90,9 @@ class Guide:
 
     def why_dead(self) -> BadConstraint:
         """Return the error of a request that may say nothing more."""
-        said = self._matcher.get_error().partition("\n")[0] or "no token may come next and the text is not whole"
+        said = (
+            self._matcher.get_error().partition("\n")[0] or "no token may come next and the text is not whole"
+        )
         return BadConstraint(
             f"the constraint came to a dead end after {self._followed} tokens: {said[:_SHOWN]}",
             expected="a constraint under which every beginning can be completed",

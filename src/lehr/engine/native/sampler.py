@@ -89,9 +89,7 @@ def likeliest(logits_NV: Tensor, settings: Sequence[Sampling]) -> dict[int, Rank
         if sampling.alternatives > 0:
             logits_V = logits_NV[row].double() / (sampling.temperature or 1.0)
             best, tokens = logits_V.topk(min(sampling.alternatives, len(logits_V)))
-            found[row] = tuple(
-                zip(tokens.tolist(), (best - logits_V.logsumexp(dim=-1)).tolist(), strict=True)
-            )
+            found[row] = tuple(zip(tokens.tolist(), (best - logits_V.logsumexp(dim=-1)).tolist(), strict=True))
     return found
 
 
