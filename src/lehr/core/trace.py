@@ -62,7 +62,7 @@ class Sampling:
     temperature: 0 is greedy. top_p, top_k: 1.0 and 0 are off. max_tokens: new tokens at most.
     stop: strings that end the completion (the leftmost wins; they may span tokens).
     seed: the request's own random stream; None draws one.
-    constraint: tokens that it does not admit are taken out first, then top_k and top_p keep a part of the others.
+    constraint: tokens that it does not admit are taken out first, then top_k and top_p keep a part of the rest.
         The end of the sequence is admitted where the text is complete. A completion that ends for another
         reason (``max_tokens``, ``stop``) may be the beginning of an admitted text only.
     alternatives: how many of the likeliest tokens are told at each position.
@@ -85,7 +85,7 @@ class Alternatives:
     """The likeliest tokens at each position, the best first: arrays ``[T, K]``, where K is the number that was
     asked for, or the whole vocabulary.
 
-    raw_logprobs: float32, as :attr:`Completion.raw_logprobs`; whatever is taken out before drawing is among them.
+    raw_logprobs: float32, as :attr:`Completion.raw_logprobs`; what is taken out before drawing is among them.
     """
 
     tokens: NDArray[np.int32]
@@ -101,7 +101,7 @@ class Completion:
         temperature, constraint, top-k and top-p).
     raw_logprobs: float32, under softmax(logits / temperature) before constraint, top-k and top-p; at
         temperature 0, under softmax(logits).
-    kept_mass: float32, probability mass of the set that constraint, top-k and top-p kept (1.0 when all are off).
+    kept_mass: float32, probability mass of the set that constraint, top-k and top-p kept (1.0 without any).
     versions: int64, packed :class:`Version` of the weights that produced each token.
     cached_tokens: prompt tokens whose keys and values came from the prefix cache.
     alternatives: where the request asked for them.

@@ -20,8 +20,8 @@ Ranked = tuple[tuple[int, float], ...]
 """The likeliest tokens at a position with their ``raw_logprobs``, the best first."""
 
 OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[float], Sequence[Ranked]], None]
-"""Called in the caller's loop with the new tokens of a step, with the ``logprobs`` and ``raw_logprobs`` of each as
-:class:`~lehr.core.trace.Completion` has them, and with the alternatives to each, or none if none were asked for."""
+"""Called in the caller's loop with the new tokens of a step, with the ``logprobs`` and ``raw_logprobs`` of each
+as :class:`~lehr.core.trace.Completion` has them, and with the alternatives to each; [] if none were asked for."""
 
 
 class EngineError(LehrError, RuntimeError):

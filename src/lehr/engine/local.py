@@ -120,7 +120,7 @@ class LocalEngine:
                 self._post(stop)
 
     async def _compiled(self, sampling: Sampling) -> None:
-        """Compile a constraint beside the engine's thread, one at a time, so that sampling goes on meanwhile."""
+        """Compile a constraint beside the engine's thread, one at a time; sampling goes on meanwhile."""
         with self._wake:
             self._require_alive()
             loop = asyncio.get_running_loop()

@@ -24,8 +24,8 @@ CHATML = (
 """The template of a tokenizer that brings none."""
 
 CallForm = Literal["tagged", "bare"]
-"""How a model writes that it calls a tool: JSON between ``<tool_call>`` and ``</tool_call>``, or JSON alone with
-``parameters`` (Llama)."""
+"""How a model writes that it calls a tool: JSON between ``<tool_call>`` and ``</tool_call>``, or JSON alone
+with ``parameters`` (Llama)."""
 
 _HOLE = "\ue000{}\ue001"
 _HOLES = re.compile("\ue000(\\d+|answer)\ue001")

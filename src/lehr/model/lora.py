@@ -27,9 +27,14 @@ _TENSOR = re.compile(
     r"base_model\.model\.model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight"
 )
 _PLAIN: Mapping[str, object] = {
-    "bias": "none", "fan_in_fan_out": False, "use_dora": False, "modules_to_save": None, "layer_replication": None,
-    "lora_bias": False, "trainable_token_indices": None,
-}  # fmt: skip
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "layer_replication": None,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "trainable_token_indices": None,
+    "use_dora": False,
+}
 """Settings of PEFT that change what an adapter is, each with the value that is known here."""
 
 Place = tuple[int, str]

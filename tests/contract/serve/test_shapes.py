@@ -1,4 +1,4 @@
-"""Answers of a given shape, calls that are held to, and the likeliest tokens, as OpenAI's own client sees them."""
+"""Answers of a given shape, calls held to theirs, and the likeliest tokens, as OpenAI's own client has them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ POINT = {
     "additionalProperties": False,
     "$defs": {"tag": {"type": "string", "pattern": "^[a-c]{2}$"}},
 }
-SUM = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"],
-       "additionalProperties": False}  # fmt: skip
+SUM = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 
 
 def tool(name: str, parameters: Any, strict: bool | None = None) -> dict[str, Any]:
@@ -103,23 +107,23 @@ def test_a_call_that_the_model_makes_is_held_to_a_strict_schema(client: OpenAI) 
         messages=HELLO,
         tools=[tool("add", other, True)],
         temperature=0,
-        max_tokens=400,  # type: ignore[list-item]
+        max_tokens=400,
     )
     message = done.choices[0].message
     assert message.content == SAID, "what is no call is free"
-    assert [json.loads(c.function.arguments) for c in message.tool_calls or []] == [{"b": 5}]  # type: ignore[union-attr]
+    assert [json.loads(c.function.arguments) for c in message.tool_calls or []] == [{"b": 5}]
 
 
 def test_a_model_that_may_answer_in_a_shape_or_call(client: OpenAI) -> None:
     kinds: set[str] = set()
     for seed in range(12):
         done = client.chat.completions.create(
-            model=NAME, messages=HELLO, tools=[tool("add", SUM, True)], response_format=format_of(POINT),  # type: ignore[list-item]
+            model=NAME, messages=HELLO, tools=[tool("add", SUM, True)], response_format=format_of(POINT),
             seed=seed, temperature=2, max_tokens=400,
         )  # fmt: skip
         message = done.choices[0].message
         if message.tool_calls:
-            jsonschema.validate(json.loads(message.tool_calls[0].function.arguments), SUM)  # type: ignore[union-attr]
+            jsonschema.validate(json.loads(message.tool_calls[0].function.arguments), SUM)
         else:
             jsonschema.validate(json.loads(message.content or ""), POINT)
         kinds.add("call" if message.tool_calls else "answer")
@@ -157,9 +161,9 @@ def test_a_schema_that_is_not_strict_may_say_what_no_text_can_be_held_to(client:
         messages=HELLO,
         tools=[tool("add", parameters)],
         tool_choice="required",
-        max_tokens=200,  # type: ignore[list-item]
+        max_tokens=200,
     )
-    assert (done.choices[0].message.tool_calls or [])[0].function.name == "add"  # type: ignore[union-attr]
+    assert (done.choices[0].message.tool_calls or [])[0].function.name == "add"
 
 
 def test_the_likeliest_tokens_of_a_chat(client: OpenAI) -> None:
@@ -170,7 +174,7 @@ def test_the_likeliest_tokens_of_a_chat(client: OpenAI) -> None:
             logprobs=True,
             top_logprobs=20,
             max_tokens=4,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
         assert done.choices[0].logprobs is not None
         for token in done.choices[0].logprobs.content or []:

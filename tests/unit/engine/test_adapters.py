@@ -152,13 +152,13 @@ def test_what_is_unloaded_is_freed(bench: Any, tmp_path: Path) -> None:
     request = engine.submit(bench.prompt(9), Sampling(0, max_tokens=3, adapter="a"))
     bench.run(engine, request)
     hooked = engine._decoder.layers[0].qkv
-    assert hooked._forward_hooks  # type: ignore[union-attr]
+    assert hooked._forward_hooks
     engine.unload_adapter("a")
     del request
     gc.collect()
     assert adapter() is None
     bench.run(engine, engine.submit(bench.prompt(9), Sampling(0, max_tokens=1)))
-    assert not hooked._forward_hooks, "an engine without adapters runs as if there had been none"  # type: ignore[union-attr]
+    assert not hooked._forward_hooks, "an engine without adapters runs as if there had been none"
     with pytest.raises(UnknownName):
         engine.unload_adapter("a")
 

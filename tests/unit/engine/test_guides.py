@@ -81,29 +81,46 @@ leaf = st.one_of(
     st.just({"type": "boolean"}),
     st.builds(lambda v: {"const": v}, st.sampled_from(["é", 'a"b\\', 7, -0.5, [1, {"k": None}]])),
     st.builds(lambda v: {"enum": v}, st.lists(st.text(max_size=4), min_size=1, max_size=3, unique=True)),
-    st.builds(lambda a, b: {"type": "integer", "minimum": a, "maximum": a + b}, st.integers(-50, 50), st.integers(0, 99)),
-    st.builds(lambda a, b: {"type": "string", "minLength": a, "maxLength": a + b}, st.integers(0, 3), st.integers(0, 4)),
-    st.sampled_from([
-        {"type": "string", "pattern": "^[a-c]{2,3}-[0-9]$"},
-        {"type": "string", "format": "date"},
-        {"type": ["integer", "null"], "minimum": 10, "maximum": 99},
-    ]),
-)  # fmt: skip
+    st.builds(
+        lambda a, b: {"type": "integer", "minimum": a, "maximum": a + b},
+        st.integers(-50, 50),
+        st.integers(0, 99),
+    ),
+    st.builds(
+        lambda a, b: {"type": "string", "minLength": a, "maxLength": a + b},
+        st.integers(0, 3),
+        st.integers(0, 4),
+    ),
+    st.sampled_from(
+        [
+            {"type": "string", "pattern": "^[a-c]{2,3}-[0-9]$"},
+            {"type": "string", "format": "date"},
+            {"type": ["integer", "null"], "minimum": 10, "maximum": 99},
+        ]
+    ),
+)
 any_schema = st.recursive(
     leaf,
     lambda inner: st.one_of(
-        st.builds(lambda i, n: {"type": "array", "items": i, "minItems": n, "maxItems": n + 1}, inner, st.integers(0, 2)),
+        st.builds(
+            lambda i, n: {"type": "array", "items": i, "minItems": n, "maxItems": n + 1},
+            inner,
+            st.integers(0, 2),
+        ),
         st.builds(lambda a, b: {"anyOf": [a, b]}, inner, inner),
         st.builds(
             lambda parts, few: {
-                "type": "object", "properties": parts, "required": sorted(parts)[:few], "additionalProperties": False,
+                "type": "object",
+                "properties": parts,
+                "required": sorted(parts)[:few],
+                "additionalProperties": False,
             },
             st.dictionaries(st.sampled_from(["a", "b b", "ü", 'q"']), inner, max_size=3),
             st.integers(0, 3),
         ),
     ),
     max_leaves=5,
-)  # fmt: skip
+)
 
 
 def walk(grammars: Grammars, constraint: Constraint, end: int, seed: int) -> list[int] | None:
@@ -153,7 +170,7 @@ def test_a_regular_expression_and_a_grammar(bench: Any) -> None:
 
 
 def test_the_distribution_is_that_of_drawing_until_a_token_is_admitted(bench: Any) -> None:
-    """At each position: softmax, given that the token is admitted; the end is admitted where the text is whole."""
+    """At each position: softmax, given that the token is admitted; the end where the text is whole."""
     prompt, samples, temperature = bench.prompt(12), 1500, 0.8
     texts = [b"c", b"d", b"aa", b"ae", b"ba", b"be", b"a", b"b"]
     allowed = {b"": b"abcd", b"a": b"ae", b"b": b"ae"}
@@ -398,7 +415,7 @@ BAD = [
     Constraint("grammar", "start: nothing"),
     Constraint("grammar", "start: start"),
     Constraint("json", "text"),
-    Constraint("yaml", ""),  # type: ignore[arg-type]
+    Constraint("yaml", ""),
 ]
 
 

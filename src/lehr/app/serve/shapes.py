@@ -30,8 +30,8 @@ def call_shape(
     """Return the constraint of an answer in which ``tools`` (name, schema of the arguments, strict) are called.
 
     forced: one call and nothing else. Otherwise as many as the model likes, or an ``answer``, which may be any
-    text where it is None. Arguments are held to the schema; where it is not strict, keywords that no text can be
-    held to are passed over.
+    text where it is None. Arguments are held to the schema; where it is not strict, keywords that no text can
+    be held to are passed over.
     """
     tagged = form == "tagged"
     rules = [_call(number, *tool, form) for number, tool in enumerate(tools)]

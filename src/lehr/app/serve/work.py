@@ -49,8 +49,8 @@ class StreamingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model: the id that clients name, how it reads and writes, and what it can hold. adapters: ids under which
-    it answers with an adapter.
+    """The model: the id that clients name, how it reads and writes, and what it can hold. adapters: ids under
+    which it answers with an adapter.
     """
 
     id: str

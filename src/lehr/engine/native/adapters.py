@@ -38,8 +38,8 @@ class _Step:
 
 
 class Adapters:
-    """The adapters of one engine. Requests hold theirs: one that is replaced or unloaded serves those that began
-    with it, and is freed with the last of them.
+    """The adapters of one engine. Requests hold theirs: one that is replaced or unloaded serves those that
+    began with it, and is freed with the last of them.
     """
 
     def __init__(self) -> None:

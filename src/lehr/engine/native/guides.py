@@ -1,4 +1,4 @@
-"""What a request may still say: constraints compiled for the vocabulary, and the place of each request in its own.
+"""What a request may still say: constraints compiled for the vocabulary, and the place of each request in one.
 
 Compiling and the masks are llguidance's. A mask says which tokens may come next; the sampler takes the others
 out before it draws, so that at every position the distribution is the model's, given that the token is
@@ -33,7 +33,7 @@ REMEMBERED = 64
 LONGEST = 1 << 20
 """Characters of a constraint."""
 SPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-"""White space between the parts of a JSON text. Without a bound, a model that repeats itself never leaves it."""
+"""White space between the parts of a JSON text. Without a bound, a model may never leave it."""
 _SHOWN = 400
 
 
@@ -77,8 +77,8 @@ class Guide:
         return self._matcher.validate_tokens(list(draft[:text])) if text else 0
 
     def fill(self, draft: Sequence[int], words_RW: NDArray[np.int32]) -> None:
-        """Write which tokens may come after each beginning of the draft, a bit for each: none at a dead end. The
-        draft is admitted.
+        """Write which tokens may come after each beginning of the draft, a bit for each: none at a dead end.
+        The draft is admitted.
         """
         ahead = (
             self._matcher.deep_copy() if draft else self._matcher
@@ -215,15 +215,15 @@ class _Vocabulary:
 _NAMES = {"json": "constraint", "schema": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 _EXPECTED = {
     "json": "no text beside it",
-    "schema": "an object of JSON Schema, of whose keywords those are known that a text can be held to from its beginning on",
+    "schema": "an object of JSON Schema, with keywords that a text can be held to from its beginning on",
     "regex": "a regular expression without look-around and back-references",
     "grammar": "a grammar in the form of Lark, whose first rule is start",
 }
 
 
 _FREE = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @text'}
-"""Text that has to come next is not put into the tokens that the tokenizer would split it into: every token that
-it may begin with is admitted, as everywhere else."""
+"""Text that has to come next is not put into the tokens that the tokenizer would split it into: every token
+that it may begin with is admitted, as everywhere else."""
 
 
 def _translated(constraint: Constraint) -> str:

@@ -59,8 +59,8 @@ def draw_each(
     where: NDArray[np.float64],
     mask: Mask | None = None,
 ) -> Drawn:
-    """Draw one token per row from logits of any dtype, which may be overwritten: in one pass of a kernel where a
-    row draws from the whole distribution, by :func:`draw` otherwise.
+    """Draw one token per row from logits of any dtype, which may be overwritten: in one pass of a kernel where
+    a row draws from the whole distribution, by :func:`draw` otherwise.
     """
     alternatives = likeliest(logits_NV, settings)
     masked = set(mask.rows) if mask else set[int]()

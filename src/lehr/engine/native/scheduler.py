@@ -101,7 +101,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _seed(self, request: Request) -> bytes:
-        """Return what a request's chain of hashes starts from: what one adapter computed is found by it alone."""
+        """Return what a request's chain of hashes starts from: an adapter finds what it computed itself."""
         return self.seed if request.adapter is None else seed_of(self.seed, request.adapter.identity)
 
     def _chain(self, request: Request) -> None:
