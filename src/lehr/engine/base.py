@@ -21,7 +21,7 @@ Ranked = tuple[tuple[int, float], ...]
 
 OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[float], Sequence[Ranked]], None]
 """Called in the caller's loop with the new tokens of a step, with the ``logprobs`` and ``raw_logprobs`` of each
-as :class:`~lehr.core.trace.Completion` has them, and with the alternatives to each; [] if none were asked for."""
+as :class:`~lehr.core.trace.Completion` has them, and with the alternatives to each, or []."""
 
 
 class EngineError(LehrError, RuntimeError):

@@ -5,8 +5,11 @@ its own.
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +19,12 @@ from lehr.cluster.base import Role
 from lehr.cluster.local import LocalCluster
 from lehr.core.batch import Manifest
 from lehr.core.errors import DeadlineExceeded
-from lehr.core.trace import Sampling, Version
-from lehr.engine.base import Engine, EngineError, RequestTooLarge
-from lehr.engine.local import open_engine
+from lehr.core.trace import Constraint, Sampling, Version
+from lehr.engine import local
+from lehr.engine.base import BadConstraint, Engine, EngineError, RequestTooLarge
+from lehr.engine.local import LocalEngine, open_engine
 from lehr.engine.messages import Allotment
+from lehr.engine.native.engine import NativeEngine
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.remote import RemoteEngine
 from lehr.engine.router import Router
@@ -178,6 +183,49 @@ def test_abort_and_allot_over_the_wire(folder: Path, tmp_path: Path) -> None:
         assert done.stop == "abort" and len(done.tokens) > 0
 
     check("remote", folder, tmp_path, what)
+
+
+@kinds
+def test_a_constraint_is_held_to_and_a_bad_one_fails_alone(kind: str, folder: Path, tmp_path: Path) -> None:
+    async def what(engine: Engine) -> None:
+        sampling = Sampling(max_tokens=20, seed=1, constraint=Constraint("regex", "[a-c]{5}"), alternatives=2)
+        other = asyncio.create_task(engine.generate(PROMPT, Sampling(temperature=0, max_tokens=9)))
+        for bad in (Constraint("regex", "("), Constraint("schema", '{"type": "objekt"}')):
+            with pytest.raises(BadConstraint, match="cannot be used"):
+                await engine.generate(PROMPT, replace(sampling, constraint=bad))
+        done = await engine.generate(PROMPT, sampling)
+        assert re.fullmatch(rb"[a-c]{5}", bytes(done.tokens[:-1].tolist())) and done.stop == "eos"
+        assert done.alternatives is not None and done.alternatives.tokens.shape == (6, 2)
+        assert len((await other).tokens) == 9
+
+    check(kind, folder, tmp_path, what)
+
+
+class Slow(NativeEngine):
+    """Takes its time to compile."""
+
+    def prepare(self, sampling: Sampling) -> None:
+        time.sleep(2)
+
+
+def test_a_constraint_that_takes_too_long_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "COMPILE_S", 0.3)
+
+    async def go() -> None:
+        engine = LocalEngine(Slow(random_decoder(seed=1, std=0.2), config=SMALL, tokenizer=ByteTokenizer()))
+        try:
+            late = asyncio.create_task(engine.generate(PROMPT, Sampling(constraint=Constraint("json"))))
+            await asyncio.sleep(0.05)
+            done = await engine.generate(PROMPT, Sampling(temperature=0, max_tokens=2))
+            assert len(done.tokens) == 2 and not late.done()
+            with pytest.raises(BadConstraint, match=r"not compiled within 0\.3 s"):
+                await late
+        finally:
+            await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(PROMPT, Sampling(constraint=Constraint("json")))
+
+    asyncio.run(asyncio.wait_for(go(), 60))
 
 
 def test_tokens_are_told_as_they_are_sampled(folder: Path) -> None:

@@ -307,7 +307,8 @@ class NativeEngine:
             seeds += [request.seed] * count
             positions += range(request.own, request.own + count)
             settings += [request.sampling] * count
-        return draw_each(self._kernels, self._decoder.head(last_ND), settings, uniform(seeds, positions), mask)
+        where = uniform(seeds, positions)
+        return draw_each(self._kernels, self._decoder.head(last_ND), settings, where, mask)
 
     def _publish(self, request: Request) -> None:
         if request.computed == request.prompt_length or request.computed % BLOCK == 0 or request.remaining:
