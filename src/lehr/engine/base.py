@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -85,6 +86,17 @@ class Engine(Protocol):
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
         """Switch to fetched weights between two decode steps. Versions only rise."""
+        ...
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter in PEFT's format for requests that name it; one of the same name is replaced.
+
+        Raises ``ConfigError`` that says what does not fit. Requests that run keep the adapter they have.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests that name it; its memory is free once those that run have ended."""
         ...
 
     async def stats(self) -> EngineStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,15 @@ from lehr.core.config import Config, resolve
 from lehr.core.trace import Completion, Version
 from lehr.engine.base import EngineError, EngineStats
 from lehr.engine.local import LocalEngine, open_engine
-from lehr.engine.messages import AbortRequest, ActivateRequest, Allotment, GenerateRequest, ScoreRequest
+from lehr.engine.messages import (
+    AbortRequest,
+    ActivateRequest,
+    Allotment,
+    GenerateRequest,
+    LoadAdapter,
+    ScoreRequest,
+    UnloadAdapter,
+)
 from lehr.engine.native.settings import NativeConfig
 from lehr.model.fetch import locate
 from lehr.model.memory import keep_freed_memory
@@ -64,6 +73,14 @@ class EngineService:
         """Switch to fetched weights."""
         await self._engine.activate(request.version, request.in_flight)
         self._awaits = False
+
+    async def load_adapter(self, request: LoadAdapter) -> None:
+        """Load an adapter for requests that name it."""
+        await self._engine.load_adapter(request.name, Path(request.folder))
+
+    async def unload_adapter(self, request: UnloadAdapter) -> None:
+        """Refuse new requests that name it."""
+        await self._engine.unload_adapter(request.name)
 
     async def abort(self, request: AbortRequest) -> int:
         """End requests with what they have; return how many there were."""

@@ -14,6 +14,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -88,6 +89,14 @@ class Router:
             await _all(member.activate(version, in_flight) for member in self._members)
         finally:
             self._settled.set()
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter in every member."""
+        await _all(member.load_adapter(name, folder) for member in self._members)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter in every member."""
+        await _all(member.unload_adapter(name) for member in self._members)
 
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""

@@ -5,6 +5,7 @@ its own.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lehr.cluster.base import Role
 from lehr.cluster.local import LocalCluster
 from lehr.core.batch import Manifest
-from lehr.core.errors import DeadlineExceeded
+from lehr.core.errors import ConfigError, DeadlineExceeded, UnknownName
 from lehr.core.trace import Constraint, Sampling, Version
 from lehr.engine import local
 from lehr.engine.base import BadConstraint, Engine, EngineError, RequestTooLarge
@@ -197,6 +200,42 @@ def test_a_constraint_is_held_to_and_a_bad_one_fails_alone(kind: str, folder: Pa
         assert re.fullmatch(rb"[a-c]{5}", bytes(done.tokens[:-1].tolist())) and done.stop == "eos"
         assert done.alternatives is not None and done.alternatives.tokens.shape == (6, 2)
         assert len((await other).tokens) == 9
+
+    check(kind, folder, tmp_path, what)
+
+
+@kinds
+def test_e2_an_adapter_loaded_again_is_the_new_one(kind: str, folder: Path, tmp_path: Path) -> None:
+    def write(seed: int) -> Path:
+        base = "base_model.model.model.layers.0.mlp.down_proj"
+        source = torch.Generator().manual_seed(seed)
+        down, up = torch.randn(2, 160, generator=source), torch.randn(64, 2, generator=source)
+        place = tmp_path / "adapter"
+        place.mkdir(exist_ok=True)
+        tensors = {f"{base}.lora_A.weight": down, f"{base}.lora_B.weight": up}
+        save_file(tensors, place / "adapter_model.safetensors")
+        (place / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8}))
+        return place
+
+    async def what(engine: Engine) -> None:
+        async def said(adapter: str) -> list[int]:
+            sampling = Sampling(temperature=0, max_tokens=8, adapter=adapter)
+            return (await engine.generate(PROMPT, sampling)).tokens.tolist()
+
+        plain = await said("")
+        await engine.load_adapter("a", write(1))
+        first = await said("a")
+        await engine.load_adapter("a", write(2))
+        second = await said("a")
+        assert plain != first != second != plain and await said("") == plain
+        await engine.load_adapter("a", write(1))
+        assert await said("a") == first
+        await engine.unload_adapter("a")
+        with pytest.raises(UnknownName, match="adapter 'a'"):
+            await said("a")
+        with pytest.raises(ConfigError, match="no adapter in"):
+            await engine.load_adapter("b", tmp_path / "nowhere")
+        assert await said("") == plain
 
     check(kind, folder, tmp_path, what)
 
