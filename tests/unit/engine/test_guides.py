@@ -378,6 +378,9 @@ class Prophet:
     def learn(self, drafted: int, accepted: int) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_e7_drafts_change_the_number_of_steps_alone(bench: Any, temperature: float) -> None:

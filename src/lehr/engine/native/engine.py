@@ -22,7 +22,8 @@ from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
 from lehr.engine.native.adapters import Adapters
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
-from lehr.engine.native.drafts import Drafter
+from lehr.engine.native.draft_model import DraftModel
+from lehr.engine.native.drafts import Drafter, Width
 from lehr.engine.native.fused import FusedForward, short
 from lehr.engine.native.guides import Grammars, Guide, Mask
 from lehr.engine.native.kernels.load import kernels_for
@@ -49,6 +50,7 @@ class NativeEngine:
 
     stop_ids: tokens that end a completion; none means that only length and stop strings do.
     tokenizer: needed for stop strings only.
+    draft: a smaller model that drafts, taken over as well; it needs ``draft_tokens``.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class NativeEngine:
         tokenizer: Tokenizer | None = None,
         stop_ids: Iterable[int] = (),
         version: Version = FIRST,
+        draft: Decoder | None = None,
     ) -> None:
         self.config = config or NativeConfig()
         self.model_config = decoder.config
@@ -66,6 +69,7 @@ class NativeEngine:
         self.version = version
         self._kernels = kernels_for(self.dtype) if self.config.kernels else None
         self._use(prepared(decoder, self.config.weights))
+        self._draft = DraftModel(draft, decoder.config, kernels=self.config.kernels) if draft else None
         self._fetched: dict[Version, Decoder] = {}
         self._adapters = Adapters()
         self._tokenizer = tokenizer
@@ -110,7 +114,11 @@ class NativeEngine:
         if sampling.constraint is not None:
             request.guide = self._grammars.guide(sampling.constraint)
         if self.config.draft_tokens:
-            request.drafter = Drafter(request.tokens, self.config.draft_tokens)
+            most = self.config.draft_tokens
+            if self._draft:
+                request.drafter = self._draft.source(request, most)
+            else:
+                request.drafter = Drafter(request.tokens, Width(most))
         self._prompt_tokens += len(prompt)
         if sampling.max_tokens == 0:
             request.stop = "length"
@@ -152,8 +160,13 @@ class NativeEngine:
     def cancel(self, request: Request) -> None:
         """End a request with what it has; its blocks are free at once. A finished one stays as it is."""
         if not request.finished:
-            self._scheduler.drop(request)
+            self._drop(request)
             request.stop = "abort"
+
+    def _drop(self, request: Request) -> None:
+        self._scheduler.drop(request)
+        if request.drafter:
+            request.drafter.close()
 
     def live(self) -> list[Request]:
         """Return every request that is not finished."""
@@ -247,7 +260,7 @@ class NativeEngine:
             if piece.request.own == 0:
                 self._cached_tokens += piece.request.cached_tokens
             if self._take(piece, drawn, first, mask.dead if mask else frozenset()):
-                self._scheduler.drop(piece.request)
+                self._drop(piece.request)
                 done.append(piece.request)
             first += 1 + len(piece.draft)
         return done

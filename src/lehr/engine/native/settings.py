@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lehr.core.config import Config, Count, Dtype
 
@@ -24,6 +24,9 @@ class NativeConfig(Config):
     draft_tokens: int = Field(default=0, ge=0, le=64)
     """Tokens drafted at most per request and step (speculative decoding); 0 is off. Changes how many steps a
     completion takes, never its distribution. Pays where text repeats itself and few requests run."""
+    draft_model: str = ""
+    """Name or folder of a smaller model with the same tokenizer that writes the drafts; without one, they are
+    looked up in the text."""
     weights: WeightFormat = "plain"
     """``int8`` rounds the weights to one byte each, a scale per output: steps of up to 16 tokens take half
     the time, memory for weights rises by half, log-probabilities move a little."""
@@ -31,6 +34,12 @@ class NativeConfig(Config):
     """Use compiled kernels where there is a C++ compiler; without them the engine is about half as fast."""
     dtype: Dtype = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
+
+    @model_validator(mode="after")
+    def _drafts(self) -> NativeConfig:
+        if self.draft_model and not self.draft_tokens:
+            raise ValueError("draft_model needs draft_tokens, the number drafted at most per step, such as 4")
+        return self
 
 
 _FAST: dict[str, object] = {"weights": "int8", "draft_tokens": 8}
