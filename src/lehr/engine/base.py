@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -16,9 +17,12 @@ from lehr.core.trace import Completion, Sampling, Version
 InFlight = Literal["keep", "recompute", "abort"]
 """What happens to the keys and values of running requests when weights are swapped."""
 
-OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[float]], None]
-"""Called in the caller's loop with the new tokens of a step, and with the ``logprobs`` and ``raw_logprobs`` of
-each as :class:`~lehr.core.trace.Completion` has them."""
+Ranked = tuple[tuple[int, float], ...]
+"""The likeliest tokens at a position with their ``raw_logprobs``, the best first."""
+
+OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[float], Sequence[Ranked]], None]
+"""Called in the caller's loop with the new tokens of a step, with the ``logprobs`` and ``raw_logprobs`` of each
+as :class:`~lehr.core.trace.Completion` has them, and with the alternatives to each, or []."""
 
 
 class EngineError(LehrError, RuntimeError):
@@ -49,6 +53,12 @@ class Unsupported(EngineError):
     """An option that this backend cannot serve as it was asked for; it is named, and nothing was done."""
 
     code = "unsupported"
+
+
+class BadConstraint(EngineError):
+    """A constraint that cannot be held to; the request alone fails, the engine lives on."""
+
+    code = "bad_constraint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,17 @@ class Engine(Protocol):
 
         Raises :class:`UnknownSession` when the session that was named has none.
         """
+        ...
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter in PEFT's format for requests that name it; one of the same name is replaced.
+
+        Raises ``ConfigError`` that says what does not fit. Requests that run keep the adapter they have.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests that name it; its memory is free once those that run have ended."""
         ...
 
     async def stats(self) -> EngineStats:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import EngineBroken, EngineStats, InFlight, OnTokens, UnknownSession
+from lehr.engine.base import BadConstraint, EngineBroken, EngineStats, InFlight, OnTokens, UnknownSession
 from lehr.engine.messages import Allotment
 from lehr.engine.native.engine import FIRST, NativeEngine
 from lehr.engine.native.request import Request
@@ -36,15 +37,23 @@ from lehr.model.tokenizer import load_tokenizer
 
 T = TypeVar("T")
 
+COMPILE_S = 10.0
+"""How long a constraint may take to compile, those before it included."""
+
 
 class Stepper(Protocol):
-    """What :class:`LocalEngine` drives: ``native.engine.NativeEngine`` or another that computes in steps. All
-    of it but :meth:`load` is called from one thread, between two steps.
+    """What :class:`LocalEngine` drives: ``native.engine.NativeEngine`` or another that computes in steps. All of
+    it is called from one thread, between two steps, but for :meth:`load`, :meth:`prepare` and
+    :meth:`read_adapter`, which may run in any.
     """
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute."""
+        ...
+
+    def prepare(self, sampling: Sampling) -> None:
+        """Compile what ``sampling`` needs, so that :meth:`submit` finds it. May run in any thread."""
         ...
 
     def submit(self, tokens: Sequence[int], sampling: Sampling, session: str = "") -> Request:
@@ -83,6 +92,18 @@ class Stepper(Protocol):
         """Forget every cached prefix."""
         ...
 
+    def read_adapter(self, folder: Path) -> Any:
+        """Return the adapter in ``folder`` for :meth:`load_adapter`. May run in any thread."""
+        ...
+
+    def load_adapter(self, name: str, parts: Any, /) -> None:
+        """Serve requests that name it from now on."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse requests that name it from now on; those that run go on."""
+        ...
+
     def stats(self) -> EngineStats:
         """Return a snapshot."""
         ...
@@ -102,7 +123,7 @@ class _Waiter:
         if self.on_tokens is not None and request.own > self.told:
             tokens = request.tokens[request.prompt_length + self.told :]
             logprobs, raw = request.logprobs[self.told :], request.raw_logprobs[self.told :]
-            _call(self.loop, self.on_tokens, tokens, logprobs, raw)
+            _call(self.loop, self.on_tokens, tokens, logprobs, raw, request.alternatives[self.told :])
             self.told = request.own
 
 
@@ -117,6 +138,7 @@ class LocalEngine:
         self._closed = False
         self._paused = False
         self._broken: BaseException | None = None
+        self._compiler = ThreadPoolExecutor(1, "compiler")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -156,6 +178,8 @@ class LocalEngine:
 
         try:
             async with asyncio.timeout(timeout_s):
+                if sampling.constraint is not None:
+                    await self._compiled(sampling)
                 await self._between_steps(begin)
                 return await future
         except TimeoutError as error:
@@ -163,6 +187,21 @@ class LocalEngine:
         finally:
             if not (future.done() and not future.cancelled()):
                 self._post(stop)
+
+    async def _compiled(self, sampling: Sampling) -> None:
+        """Compile a constraint beside the engine's thread, one at a time; sampling goes on meanwhile."""
+        with self._wake:
+            self._require_alive()
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._compiler, self._stepper.prepare, sampling)
+        work.add_done_callback(lambda w: w.cancelled() or w.exception())
+        done, _ = await asyncio.wait({work}, timeout=COMPILE_S)
+        if not done:
+            work.cancel()
+            raise BadConstraint(
+                f"the constraint was not compiled within {COMPILE_S:g} s", hint="Simplify it, or try later."
+            )
+        work.result()
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1]: the log-probability of each token after the first."""
@@ -178,6 +217,18 @@ class LocalEngine:
 
     def _hold(self, paused: bool) -> None:
         self._paused = paused
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter, in PEFT's format, for requests that name it; one of the same name is replaced.
+
+        Raises :class:`ConfigError` that says what does not fit. Requests that run keep the adapter they have.
+        """
+        parts = await asyncio.to_thread(self._stepper.read_adapter, folder)
+        await self._between_steps(lambda: self._stepper.load_adapter(name, parts))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests that name it; its memory is free once those that run have ended."""
+        await self._between_steps(lambda: self._stepper.unload_adapter(name))
 
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
@@ -232,6 +283,7 @@ class LocalEngine:
         with self._wake:
             self._closed = True
             self._wake.notify()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join)
 
     async def _between_steps(self, work: Callable[[], T]) -> T:
@@ -252,12 +304,15 @@ class LocalEngine:
 
     def _post(self, work: Callable[[], None]) -> None:
         with self._wake:
-            if self._closed:
-                raise EngineBroken("the engine is closed")
-            if self._broken is not None:
-                raise EngineBroken(f"the engine broke down: {self._broken!r}") from self._broken
+            self._require_alive()
             self._commands.append(work)
             self._wake.notify()
+
+    def _require_alive(self) -> None:
+        if self._closed:
+            raise EngineBroken("the engine is closed")
+        if self._broken is not None:
+            raise EngineBroken(f"the engine broke down: {self._broken!r}") from self._broken
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -285,7 +340,8 @@ class LocalEngine:
             waiter = self._waiters.pop(request, None)
             if waiter is not None:
                 waiter.tell(request)
-                _call(waiter.loop, _set, waiter.future, request.completion(), None)
+                answer = None if request.error else request.completion()
+                _call(waiter.loop, _set, waiter.future, answer, request.error)
 
     def _break(self, error: Exception) -> None:
         with self._wake:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from lehr.core.config import Config, resolve
 from lehr.core.trace import Completion, Version
 from lehr.engine.base import EngineBroken, EngineStats
 from lehr.engine.local import LocalEngine
-from lehr.engine.messages import AbortRequest, ActivateRequest, Allotment, GenerateRequest, ScoreRequest
+from lehr.engine.messages import (
+    AbortRequest,
+    ActivateRequest,
+    Allotment,
+    GenerateRequest,
+    LoadAdapter,
+    ScoreRequest,
+    UnloadAdapter,
+)
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.opening import open_any
 from lehr.model.fetch import locate
@@ -80,6 +89,14 @@ class EngineService:
     async def flush(self) -> None:
         """Forget every cached prefix."""
         await self._engine.flush()
+
+    async def load_adapter(self, request: LoadAdapter) -> None:
+        """Load an adapter for requests that name it."""
+        await self._engine.load_adapter(request.name, Path(request.folder))
+
+    async def unload_adapter(self, request: UnloadAdapter) -> None:
+        """Refuse new requests that name it."""
+        await self._engine.unload_adapter(request.name)
 
     async def abort(self, request: AbortRequest) -> int:
         """End requests with what they have; return how many there were."""

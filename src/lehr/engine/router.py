@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,6 +77,7 @@ class Router:
         self._version: Version | None = None
         self._seen: Version | None = None
         self._manifests: dict[Version, Manifest] = {}
+        self._adapters: dict[str, Path] = {}
         self._parts: list[Allotment] | None = None
         self._paused = False
 
@@ -273,6 +275,8 @@ class Router:
                     await seat.engine.activate(wanted)
                 if self._parts is not None:
                     await seat.engine.allot(self._parts[seat.number])
+                for name, folder in self._adapters.items():
+                    await seat.engine.load_adapter(name, folder)
                 await (seat.engine.pause() if self._paused else seat.engine.resume())
                 self._seating.prefixes.forget(seat.number)
                 seat.version, seat.out = wanted, None
@@ -294,6 +298,16 @@ class Router:
         """Make every member forget its cached prefixes."""
         self._seating.prefixes.clear()
         await self._everyone(lambda seat: seat.engine.flush())
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter in every member."""
+        await self._everyone(lambda seat: seat.engine.load_adapter(name, folder))
+        self._adapters[name] = folder
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter in every member."""
+        self._adapters.pop(name, None)
+        await self._everyone(lambda seat: seat.engine.unload_adapter(name))
 
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""

@@ -336,7 +336,10 @@ def test_tokens_are_told_as_they_are_sampled(folder: Path) -> None:
         logprobs: list[float] = []
         raw: list[float] = []
 
-        def on_tokens(tokens: Sequence[int], values: Sequence[float], raw_values: Sequence[float]) -> None:
+        def on_tokens(
+            tokens: Sequence[int], values: Sequence[float], raw_values: Sequence[float], others: object
+        ) -> None:
+            assert others == []
             told.append(list(tokens))
             logprobs.extend(values)
             raw.extend(raw_values)

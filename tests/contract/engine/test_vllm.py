@@ -24,7 +24,8 @@ from lehr.model.fetch import locate
 from lehr.model.tokenizer import load_tokenizer
 
 VLLM = os.environ.get("LEHR_VLLM_PYTHON", "")
-needs_vllm = pytest.mark.skipif(not VLLM, reason="other host: vLLM lives in an environment of its own, see make test-vllm")
+ABSENT = "other host: vLLM lives in an environment of its own, see make test-vllm"
+needs_vllm = pytest.mark.skipif(not VLLM, reason=ABSENT)
 TEXT = "one two three four five six seven eight nine ten, " * 2 + "one two"
 CONFIG = VllmConfig(
     python=Path(VLLM).absolute(),

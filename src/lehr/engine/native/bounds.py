@@ -32,9 +32,16 @@ def require_servable(
             f"token {min(prompt) if min(prompt) < 0 else max(prompt)} is outside the vocabulary",
             expected=f"ids from 0 to {vocab_size - 1}",
         )
-    if sampling.max_tokens < 0 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+    if (
+        sampling.max_tokens < 0
+        or sampling.temperature < 0
+        or not 0 < sampling.top_p <= 1
+        or sampling.top_k < 0
+        or sampling.alternatives < 0
+    ):
         raise EngineError(
-            f"cannot sample with {sampling}", expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
+            f"cannot sample with {sampling}",
+            expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0, alternatives ≥ 0",
         )
     if any(sampling.stop) and tokenizer is None:
         raise EngineError("stop strings need a tokenizer, and this engine was built without one")
@@ -49,6 +56,9 @@ def has_ended(request: Request, stop_ids: Collection[int], tokenizer: Tokenizer 
         stops = [s.encode() for s in sampling.stop if s]
         request.tail, hit = extend_tail(request.tail, tokenizer.token_bytes(token), stops)
         request.stop = "stop" if hit else None
+    if request.stop is None and request.guide is not None and not stop_ids:
+        request.guide.follow(request.tokens, request.prompt_length)
+        request.stop = "stop" if request.guide.complete else None
     if request.stop is None and request.own >= sampling.max_tokens:
         request.stop = "length"
     return request.stop is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from lehr.engine.native.cache import BLOCK, BlockPool, link
+from lehr.engine.native.cache import BLOCK, BlockPool, link, seed_of
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
 
@@ -79,6 +79,9 @@ class Scheduler:
             return ()
         room = min(room, request.sampling.max_tokens - request.own - 1)
         drafted = tuple(request.drafter.draft(room))
+        if request.guide is not None and drafted:
+            request.guide.follow(request.tokens, request.prompt_length)
+            drafted = drafted[: request.guide.admitted(drafted)]
         while len(request.blocks) < blocks_for(len(request.tokens) + len(drafted)) and self.pool.free:
             request.blocks.append(self.pool.allot())
         return drafted[: len(request.blocks) * BLOCK - len(request.tokens)]
@@ -97,10 +100,14 @@ class Scheduler:
             budget -= pieces[-1].count
         self.waiting.extendleft(reversed(passed))
 
+    def _seed(self, request: Request) -> bytes:
+        """Return what a request's chain of hashes starts from: an adapter finds what it computed itself."""
+        return self.seed if request.adapter is None else seed_of(self.seed, request.adapter.identity)
+
     def _chain(self, request: Request) -> None:
         while (len(request.chain) + 1) * BLOCK <= len(request.tokens):
             start = len(request.chain) * BLOCK
-            parent = request.chain[-1] if request.chain else self.seed
+            parent = request.chain[-1] if request.chain else self._seed(request)
             request.chain.append(link(parent, request.tokens[start : start + BLOCK]))
 
     def _wanted(self, request: Request) -> list[bytes]:
@@ -108,7 +115,7 @@ class Scheduler:
         whole, rest = divmod(request.prompt_length, BLOCK)
         names = request.chain[:whole]
         if rest:
-            parent = names[-1] if names else self.seed
+            parent = names[-1] if names else self._seed(request)
             names = [*names, link(parent, request.tokens[whole * BLOCK : request.prompt_length])]
         return names
 
@@ -122,7 +129,7 @@ class Scheduler:
     def _join(self, request: Request) -> bool:
         """Give a request blocks and a row, filled from the cache as far as possible."""
         length = len(request.tokens)
-        match = self.pool.match(request.chain, self.seed, request.tokens, length - 1)
+        match = self.pool.match(request.chain, self._seed(request), request.tokens, length - 1)
         needed = blocks_for(length) - len(match.blocks)
         headroom = sum(1 for r in self.running if r.remaining == 1 and len(r.tokens) % BLOCK == 0)
         if needed + (headroom if self.running else 0) > self.pool.available:
@@ -171,7 +178,7 @@ class Scheduler:
             request.published += 1
         start = request.published * BLOCK
         if (everything or request.computed == request.prompt_length) and request.computed > start:
-            parent = request.chain[request.published - 1] if request.published else self.seed
+            parent = request.chain[request.published - 1] if request.published else self._seed(request)
             name = link(parent, request.tokens[start : request.computed])
             self.pool.publish(
                 request.blocks[request.published], name, request.slot, start, request.computed - start

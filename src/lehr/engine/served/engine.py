@@ -13,15 +13,24 @@ import uuid
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lehr.core.batch import Manifest
-from lehr.core.errors import DeadlineExceeded, LehrError
+from lehr.core.errors import DeadlineExceeded, LehrError, UnknownName
 from lehr.core.trace import Completion, KvPolicy, Sampling, Version
-from lehr.engine.base import EngineBroken, EngineError, EngineStats, InFlight, RequestTooLarge, UnknownSession
+from lehr.engine.base import (
+    EngineBroken,
+    EngineError,
+    EngineStats,
+    InFlight,
+    RequestTooLarge,
+    UnknownSession,
+    Unsupported,
+)
 from lehr.engine.served.dialect import Dialect, Limits
 from lehr.engine.served.folders import Fetched
 from lehr.engine.served.process import ServerProcess
@@ -168,6 +177,14 @@ class ServedEngine:
         self._usable()
         await self._dialect.flush()
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Raise :class:`Unsupported`: adapters are the native engine's."""
+        raise Unsupported(f"an engine behind a server takes no adapters; {name!r} was not loaded")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Raise ``UnknownName``: none is loaded."""
+        raise UnknownName.among("adapter", name, ())
+
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""
         chosen = {name: r for name, r in self._live.items() if not session or r.session == session}
@@ -282,6 +299,13 @@ class ServedEngine:
             raise EngineError(
                 f"cannot sample with {sampling}", expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
             )
+        usual = Sampling()
+        for name in ("constraint", "alternatives", "adapter"):
+            if getattr(sampling, name) != getattr(usual, name):
+                raise Unsupported(
+                    f"an engine behind a server cannot sample with {name}={getattr(sampling, name)!r}",
+                    hint="The native engine can.",
+                )
         self._dialect.refuse(sampling)
 
 

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lehr.core.batch import Manifest
+from lehr.core.errors import UnknownName
 from lehr.core.trace import Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight
+from lehr.engine.base import EngineError, EngineStats, InFlight, Unsupported
 from lehr.engine.native.bounds import has_ended, require_servable
 from lehr.engine.native.cache import BLOCK
 from lehr.engine.native.engine import FIRST
@@ -111,6 +113,21 @@ class TransformersCore:
             vocab_size=self._vocab_size,
             tokenizer=self._tokenizer,
         )
+
+    def prepare(self, sampling: Sampling) -> None:
+        """Do nothing: what would have to be compiled is refused."""
+
+    def read_adapter(self, folder: Path) -> Any:
+        """Raise :class:`Unsupported`: adapters are the native engine's."""
+        raise Unsupported(f"the transformers engine takes no adapters; {folder} was not loaded")
+
+    def load_adapter(self, name: str, parts: Any) -> None:
+        """Raise :class:`Unsupported`."""
+        raise Unsupported(f"the transformers engine takes no adapters; {name!r} was not loaded")
+
+    def unload_adapter(self, name: str) -> None:
+        """Raise :class:`UnknownName`: none is loaded."""
+        raise UnknownName.among("adapter", name, ())
 
     def cancel(self, request: Request) -> None:
         """End a request with what it has; its room is free at once. A finished one stays as it is."""
