@@ -16,9 +16,11 @@ from lehr.core.errors import Failure
 
 StopReason = Literal["eos", "stop", "length", "abort"]
 SpanName = Literal["queue", "generate", "tool", "verify"]
-KvPolicy = Literal["exact", "kept_across_versions", "sparse", "sparse_kept_across_versions"]
-"""How what a token attended to differs from what its own weights would give it: not at all; some keys and
-values were computed by earlier weights; only some keys were seen; both."""
+KvPolicy = Literal["exact", "kept_across_versions", "quantized", "sparse", "sparse_kept_across_versions"]
+"""How the keys and values that a completion was computed with differ from what its weights give in full
+precision: not at all, some are older weights', they were stored in fewer bits, only some were attended to, or
+that and some are older weights'."""
+ConstraintKind = Literal["json", "schema", "regex", "grammar"]
 
 
 class Version(NamedTuple):
@@ -44,12 +46,30 @@ class Version(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of a completion has to be, from its first byte to its last.
+
+    kind: ``json``, any JSON object, without a ``text``; ``schema``, what the JSON Schema in ``text`` admits;
+    ``regex``, a whole match of the regular expression; ``grammar``, a context-free grammar in the form of Lark,
+    whose first rule is ``start``.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn.
 
     temperature: 0 is greedy. top_p, top_k: 1.0 and 0 are off. max_tokens: new tokens at most.
     stop: strings that end the completion (the leftmost wins; they may span tokens).
     seed: the request's own random stream; None draws one.
+    constraint: tokens that it does not admit are taken out first, then top_k and top_p keep a part of the rest.
+        The end of the sequence is admitted where the text is complete. A completion that ends for another
+        reason (``max_tokens``, ``stop``) may be the beginning of an admitted text only.
+    alternatives: how many of the likeliest tokens are told at each position.
+    adapter: the name of a loaded adapter, which is added to the weights; "" is the model as it is.
     """
 
     temperature: float = 1.0
@@ -58,6 +78,21 @@ class Sampling:
     max_tokens: int = 128
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    constraint: Constraint | None = None
+    alternatives: int = 0
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """The likeliest tokens at each position, the best first: arrays ``[T, K]``, where K is the number that was
+    asked for, or the whole vocabulary.
+
+    raw_logprobs: float32, as :attr:`Completion.raw_logprobs`; what is taken out before drawing is among them.
+    """
+
+    tokens: NDArray[np.int32]
+    raw_logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +101,13 @@ class Completion:
 
     tokens: int32. The tokens of a stop string or of end-of-sequence are included: they were sampled.
     logprobs: float32, log-probability of each token under the distribution it was drawn from (after
-        temperature, top-k and top-p).
-    raw_logprobs: float32, under softmax(logits / temperature) before top-k and top-p; at temperature 0,
-        under softmax(logits).
-    kept_mass: float32, probability mass of the set that top-k and top-p kept (1.0 when both are off).
+        temperature, constraint, top-k and top-p).
+    raw_logprobs: float32, under softmax(logits / temperature) before constraint, top-k and top-p; at
+        temperature 0, under softmax(logits).
+    kept_mass: float32, probability mass of the set that constraint, top-k and top-p kept (1.0 without any).
     versions: int64, packed :class:`Version` of the weights that produced each token.
     cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+    alternatives: where the request asked for them.
     """
 
     tokens: NDArray[np.int32]
@@ -83,6 +119,7 @@ class Completion:
     cached_tokens: int = 0
     kv_policy: KvPolicy = "exact"
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    alternatives: Alternatives | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
-"""The engine protocol."""
+"""The engine protocol: what every backend offers, whoever computes. docs/engines.md says how they differ."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -16,9 +17,12 @@ from lehr.core.trace import Completion, Sampling, Version
 InFlight = Literal["keep", "recompute", "abort"]
 """What happens to the keys and values of running requests when weights are swapped."""
 
-OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[float]], None]
-"""Called in the caller's loop with the new tokens of a step, and with the ``logprobs`` and ``raw_logprobs`` of
-each as :class:`~lehr.core.trace.Completion` has them."""
+Ranked = tuple[tuple[int, float], ...]
+"""The likeliest tokens at a position with their ``raw_logprobs``, the best first."""
+
+OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[float], Sequence[Ranked]], None]
+"""Called in the caller's loop with the new tokens of a step, with the ``logprobs`` and ``raw_logprobs`` of each
+as :class:`~lehr.core.trace.Completion` has them, and with the alternatives to each, or []."""
 
 
 class EngineError(LehrError, RuntimeError):
@@ -27,15 +31,41 @@ class EngineError(LehrError, RuntimeError):
     code = "engine"
 
 
+class EngineBroken(EngineError):
+    """An engine that cannot serve any request: it broke down, was closed, or waits for weights."""
+
+    code = "engine_broken"
+
+
 class RequestTooLarge(EngineError):
     """A request that can never fit; it alone fails, the engine lives on."""
 
     code = "request_too_large"
 
 
+class UnknownSession(EngineError):
+    """No request of the session that was named is waiting or running."""
+
+    code = "unknown_session"
+
+
+class Unsupported(EngineError):
+    """An option that this backend cannot serve as it was asked for; it is named, and nothing was done."""
+
+    code = "unsupported"
+
+
+class BadConstraint(EngineError):
+    """A constraint that cannot be held to; the request alone fails, the engine lives on."""
+
+    code = "bad_constraint"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Block counts satisfy ``free + cached + held == total``."""
+    """A snapshot. Block counts satisfy ``free + cached + held == total``; a backend that does not say which of
+    its free blocks still hold a prefix counts them all as free.
+    """
 
     version: Version
     running: int
@@ -70,12 +100,49 @@ class Engine(Protocol):
         """Return float32[T-1]: the log-probability of each token after the first, given those before."""
         ...
 
+    async def pause(self) -> None:
+        """Sample no token from the return of this call until :meth:`resume`. Idempotent.
+
+        Requests that run keep what they have, new ones wait, and the deadlines of both go on. Weight updates,
+        :meth:`flush`, :meth:`abort` and :meth:`stats` work meanwhile.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on where :meth:`pause` stopped. Idempotent."""
+        ...
+
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
         ...
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
         """Switch to fetched weights between two decode steps. Versions only rise."""
+        ...
+
+    async def flush(self) -> None:
+        """Forget every cached prefix: no later request finds what was computed before this call.
+
+        Raises :class:`EngineError` where the backend cannot do that while requests run; a return is a success.
+        """
+        ...
+
+    async def abort(self, session: str = "") -> int:
+        """End the requests of ``session`` (all with "") with what they have; return how many there were.
+
+        Raises :class:`UnknownSession` when the session that was named has none.
+        """
+        ...
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter in PEFT's format for requests that name it; one of the same name is replaced.
+
+        Raises ``ConfigError`` that says what does not fit. Requests that run keep the adapter they have.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests that name it; its memory is free once those that run have ended."""
         ...
 
     async def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""The native engine behind the asynchronous protocol, in this process.
+"""An engine that computes in steps behind the asynchronous protocol, in this process.
 
 A thread of its own runs step after step; between two of them it does whatever callers asked for, so that
 nothing ever touches the engine while it computes. A fault inside a step ends every request with it, and
@@ -12,9 +12,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,12 +24,11 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight, OnTokens
+from lehr.engine.base import BadConstraint, EngineBroken, EngineStats, InFlight, OnTokens, UnknownSession
 from lehr.engine.messages import Allotment
 from lehr.engine.native.engine import FIRST, NativeEngine
 from lehr.engine.native.request import Request
 from lehr.engine.native.settings import NativeConfig
-from lehr.engine.native.weights import load_published
 from lehr.model.chat import ChatRenderer
 from lehr.model.checkpoint import load_decoder
 from lehr.model.dtype import compute_dtype
@@ -36,6 +36,77 @@ from lehr.model.fetch import locate
 from lehr.model.tokenizer import load_tokenizer
 
 T = TypeVar("T")
+
+COMPILE_S = 10.0
+"""How long a constraint may take to compile, those before it included."""
+
+
+class Stepper(Protocol):
+    """What :class:`LocalEngine` drives: ``native.engine.NativeEngine`` or another that computes in steps. All of
+    it is called from one thread, between two steps, but for :meth:`load`, :meth:`prepare` and
+    :meth:`read_adapter`, which may run in any.
+    """
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        ...
+
+    def prepare(self, sampling: Sampling) -> None:
+        """Compile what ``sampling`` needs, so that :meth:`submit` finds it. May run in any thread."""
+        ...
+
+    def submit(self, tokens: Sequence[int], sampling: Sampling, session: str = "") -> Request:
+        """Queue a request and return it. Raises :class:`RequestTooLarge` or :class:`EngineError`."""
+        ...
+
+    def cancel(self, request: Request) -> None:
+        """End a request with what it has; a finished one stays as it is."""
+        ...
+
+    def live(self) -> list[Request]:
+        """Return every request that is not finished."""
+        ...
+
+    def step(self) -> list[Request]:
+        """Compute one step and return the requests that it finished."""
+        ...
+
+    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:
+        """Return float32[T-1], the log-probability of each token after the first."""
+        ...
+
+    def load(self, manifest: Manifest) -> Any:
+        """Return published weights for :meth:`offer`. May run in any thread."""
+        ...
+
+    def offer(self, version: Version, weights: Any, /) -> None:
+        """Keep what :meth:`load` returned ready for :meth:`activate`."""
+        ...
+
+    def activate(self, version: Version, in_flight: InFlight = "keep") -> list[Request]:
+        """Switch to offered weights; return the requests that this ended."""
+        ...
+
+    def flush(self) -> None:
+        """Forget every cached prefix."""
+        ...
+
+    def read_adapter(self, folder: Path) -> Any:
+        """Return the adapter in ``folder`` for :meth:`load_adapter`. May run in any thread."""
+        ...
+
+    def load_adapter(self, name: str, parts: Any, /) -> None:
+        """Serve requests that name it from now on."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse requests that name it from now on; those that run go on."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -52,20 +123,22 @@ class _Waiter:
         if self.on_tokens is not None and request.own > self.told:
             tokens = request.tokens[request.prompt_length + self.told :]
             logprobs, raw = request.logprobs[self.told :], request.raw_logprobs[self.told :]
-            _call(self.loop, self.on_tokens, tokens, logprobs, raw)
+            _call(self.loop, self.on_tokens, tokens, logprobs, raw, request.alternatives[self.told :])
             self.told = request.own
 
 
 class LocalEngine:
     """Implements ``engine.base.Engine``. Ready when built; :meth:`close` ends its thread."""
 
-    def __init__(self, native: NativeEngine) -> None:
-        self._native = native
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._waiters: dict[Request, _Waiter] = {}
         self._closed = False
+        self._paused = False
         self._broken: BaseException | None = None
+        self._compiler = ThreadPoolExecutor(1, "compiler")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -92,7 +165,7 @@ class LocalEngine:
         def begin() -> None:
             if future.cancelled():
                 return
-            request = self._native.submit(tokens, sampling, session)
+            request = self._stepper.submit(tokens, sampling, session)
             started.append(request)
             self._waiters[request] = _Waiter(future, loop, on_tokens)
             if request.finished:
@@ -100,11 +173,13 @@ class LocalEngine:
 
         def stop() -> None:
             for request in started:
-                self._native.cancel(request)
+                self._stepper.cancel(request)
                 self._waiters.pop(request, None)
 
         try:
             async with asyncio.timeout(timeout_s):
+                if sampling.constraint is not None:
+                    await self._compiled(sampling)
                 await self._between_steps(begin)
                 return await future
         except TimeoutError as error:
@@ -113,29 +188,70 @@ class LocalEngine:
             if not (future.done() and not future.cancelled()):
                 self._post(stop)
 
+    async def _compiled(self, sampling: Sampling) -> None:
+        """Compile a constraint beside the engine's thread, one at a time; sampling goes on meanwhile."""
+        with self._wake:
+            self._require_alive()
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._compiler, self._stepper.prepare, sampling)
+        work.add_done_callback(lambda w: w.cancelled() or w.exception())
+        done, _ = await asyncio.wait({work}, timeout=COMPILE_S)
+        if not done:
+            work.cancel()
+            raise BadConstraint(
+                f"the constraint was not compiled within {COMPILE_S:g} s", hint="Simplify it, or try later."
+            )
+        work.result()
+
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1]: the log-probability of each token after the first."""
-        return await self._between_steps(lambda: self._native.score(tokens, temperature))
+        return await self._between_steps(lambda: self._stepper.score(tokens, temperature))
+
+    async def pause(self) -> None:
+        """Compute no further step until :meth:`resume`; the one under way is over when this returns."""
+        await self._between_steps(lambda: self._hold(True))
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._between_steps(lambda: self._hold(False))
+
+    def _hold(self, paused: bool) -> None:
+        self._paused = paused
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter, in PEFT's format, for requests that name it; one of the same name is replaced.
+
+        Raises :class:`ConfigError` that says what does not fit. Requests that run keep the adapter they have.
+        """
+        parts = await asyncio.to_thread(self._stepper.read_adapter, folder)
+        await self._between_steps(lambda: self._stepper.load_adapter(name, parts))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests that name it; its memory is free once those that run have ended."""
+        await self._between_steps(lambda: self._stepper.unload_adapter(name))
 
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
-        native = self._native
-        decoder = await asyncio.to_thread(
-            load_published, manifest, native.model_config, native.dtype, native.config.weights
-        )
-        await self._between_steps(lambda: native.offer(manifest.version, decoder))
+        weights = await asyncio.to_thread(self._stepper.load, manifest)
+        await self._between_steps(lambda: self._stepper.offer(manifest.version, weights))
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
         """Switch to fetched weights between two decode steps."""
-        await self._between_steps(lambda: self._deliver(self._native.activate(version, in_flight)))
+        await self._between_steps(lambda: self._deliver(self._stepper.activate(version, in_flight)))
+
+    async def flush(self) -> None:
+        """Forget every cached prefix. Running requests go on, and what they computed so far is not cached."""
+        await self._between_steps(self._stepper.flush)
 
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""
 
         def end() -> int:
-            chosen = [r for r in self._native.live() if not session or r.session == session]
+            chosen = [r for r in self._stepper.live() if not session or r.session == session]
+            if session and not chosen:
+                raise UnknownSession(f"session {session!r} has no request that waits or runs")
             for request in chosen:
-                self._native.cancel(request)
+                self._stepper.cancel(request)
             self._deliver(chosen)
             return len(chosen)
 
@@ -157,7 +273,7 @@ class LocalEngine:
 
     async def stats(self) -> EngineStats:
         """Return a snapshot, taken between two steps."""
-        return await self._between_steps(self._native.stats)
+        return await self._between_steps(self._stepper.stats)
 
     async def close(self) -> None:
         """Abort what runs and end the thread. Idempotent."""
@@ -167,6 +283,7 @@ class LocalEngine:
         with self._wake:
             self._closed = True
             self._wake.notify()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join)
 
     async def _between_steps(self, work: Callable[[], T]) -> T:
@@ -187,18 +304,21 @@ class LocalEngine:
 
     def _post(self, work: Callable[[], None]) -> None:
         with self._wake:
-            if self._closed:
-                raise EngineError("the engine is closed")
-            if self._broken is not None:
-                raise EngineError(f"the engine broke down: {self._broken!r}") from self._broken
+            self._require_alive()
             self._commands.append(work)
             self._wake.notify()
+
+    def _require_alive(self) -> None:
+        if self._closed:
+            raise EngineBroken("the engine is closed")
+        if self._broken is not None:
+            raise EngineBroken(f"the engine broke down: {self._broken!r}") from self._broken
 
     @torch.inference_mode()
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._commands and self._native.idle and not self._closed:
+                while not self._commands and (self._paused or self._stepper.idle) and not self._closed:
                     self._wake.wait()
                 if self._closed:
                     return
@@ -207,7 +327,7 @@ class LocalEngine:
             try:
                 for command in commands:
                     command()
-                done = self._native.step()
+                done = [] if self._paused else self._stepper.step()
                 for request, waiter in self._waiters.items():
                     waiter.tell(request)
                 self._deliver(done)
@@ -220,7 +340,8 @@ class LocalEngine:
             waiter = self._waiters.pop(request, None)
             if waiter is not None:
                 waiter.tell(request)
-                _call(waiter.loop, _set, waiter.future, request.completion(), None)
+                answer = None if request.error else request.completion()
+                _call(waiter.loop, _set, waiter.future, answer, request.error)
 
     def _break(self, error: Exception) -> None:
         with self._wake:
@@ -228,7 +349,7 @@ class LocalEngine:
             commands = list(self._commands)
             self._commands.clear()
         for waiter in self._waiters.values():
-            failure = EngineError(f"the engine broke down: {error!r}")
+            failure = EngineBroken(f"the engine broke down: {error!r}")
             _call(waiter.loop, _set, waiter.future, None, failure)
         self._waiters.clear()
         for command in commands:

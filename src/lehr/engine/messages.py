@@ -45,6 +45,21 @@ class AbortRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Load an adapter from a folder that the engine's process can read, under a name that requests say."""
+
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Refuse new requests that name an adapter, and free it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Allotment:
     """How much of the machine a role may use from now on. cores: () leaves the pinning as it is."""
 

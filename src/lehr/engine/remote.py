@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,15 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.trace import Completion, Sampling, Version
 from lehr.engine.base import EngineStats, InFlight
-from lehr.engine.messages import AbortRequest, ActivateRequest, Allotment, GenerateRequest, ScoreRequest
+from lehr.engine.messages import (
+    AbortRequest,
+    ActivateRequest,
+    Allotment,
+    GenerateRequest,
+    LoadAdapter,
+    ScoreRequest,
+    UnloadAdapter,
+)
 
 _SLACK_S = 5.0
 
@@ -42,6 +51,14 @@ class RemoteEngine:
         body = ScoreRequest(np.asarray(tokens, dtype=np.int32), temperature)
         return await self._handle.call("score", body, returns=NDArray[np.float32], timeout_s=600.0)
 
+    async def pause(self) -> None:
+        """Sample no token until :meth:`resume`."""
+        await self._handle.call("pause")
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._handle.call("resume")
+
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
         await self._handle.call("fetch", manifest, timeout_s=600.0)
@@ -49,6 +66,18 @@ class RemoteEngine:
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
         """Switch to fetched weights between two decode steps."""
         await self._handle.call("activate", ActivateRequest(version, in_flight), timeout_s=600.0)
+
+    async def flush(self) -> None:
+        """Forget every cached prefix."""
+        await self._handle.call("flush")
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter, from a folder over there, for requests that name it."""
+        await self._handle.call("load_adapter", LoadAdapter(name, str(folder)), timeout_s=600.0)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests that name it."""
+        await self._handle.call("unload_adapter", UnloadAdapter(name))
 
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from lehr.core.errors import ConfigError
 from lehr.core.task import Message, ToolSpec
@@ -22,6 +22,10 @@ CHATML = (
     " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The template of a tokenizer that brings none."""
+
+CallForm = Literal["tagged", "bare"]
+"""How a model writes that it calls a tool: JSON between ``<tool_call>`` and ``</tool_call>``, or JSON alone
+with ``parameters`` (Llama)."""
 
 _HOLE = "\ue000{}\ue001"
 _HOLES = re.compile("\ue000(\\d+|answer)\ue001")
@@ -58,6 +62,12 @@ class ChatRenderer:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
         names = sorted(tokenizer.specials, key=len, reverse=True)
         self._special = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    @property
+    def call_form(self) -> CallForm:
+        """How the template has the model call tools; the tagged form where it does not say."""
+        bare = "<tool_call>" not in self._source and ("python_tag" in self._source or "ipython" in self._source)
+        return "bare" if bare else "tagged"
 
     def start(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...] = ()) -> list[int]:
         """Return the ids of the chat, ending with the header of the assistant's turn."""

@@ -57,6 +57,10 @@ _LOCAL = ("http://127.", "http://[::1]")
     help="Weights rounded to one byte and drafted tokens: about twice as fast for few requests at once, and"
     " a little less precise. How far it agrees with the standard variant is measured and told at the start.",
 )  # fmt: skip
+@click.option(
+    "--adapter", "adapters", metavar="NAME=FOLDER", multiple=True,
+    help="A LoRA adapter in PEFT's format, served as the model NAME; may be given several times.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON: model, address, token.")
 def serve(
     model: str,
@@ -70,6 +74,7 @@ def serve(
     timeout_s: float,
     drain_s: float,
     is_fast: bool,
+    adapters: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Serve a model over HTTP to OpenAI's clients, until stopped.
@@ -92,21 +97,38 @@ def serve(
             "the token cannot be sent in a header", expected="visible ASCII characters, no spaces"
         )
     config = NativeConfig(max_running=max_running, cache_tokens=cache_tokens)
+    name = name or Path(model).resolve().name
+    folders = _adapters(adapters, name)
     bound = bind(host, port)
     with bound:
-        folder = locate_model(model, Notes())
+        folder = locate_model(model, Notes(), only_sampled=True)
         asyncio.run(
             _serve(
                 folder,
-                name or Path(model).resolve().name,
+                name,
                 bound,
                 token,
                 Limits(max_running, max_waiting, timeout_s),
                 fast(config) if is_fast else config,
+                folders,
                 drain_s=drain_s,
                 as_json=as_json,
             )
         )
+
+
+def _adapters(given: tuple[str, ...], model: str) -> dict[str, Path]:
+    from lehr.core.errors import ConfigError
+
+    folders: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise ConfigError(f"--adapter {text!r} cannot be read", expected="NAME=FOLDER")
+        if name == model or name in folders:
+            raise ConfigError(f"two models would be called {name!r}", expected="a name of its own for each")
+        folders[name] = Path(folder)
+    return folders
 
 
 async def _serve(
@@ -116,6 +138,7 @@ async def _serve(
     token: str | None,
     limits: Limits,
     config: NativeConfig,
+    adapters: dict[str, Path],
     *,
     drain_s: float,
     as_json: bool,
@@ -124,30 +147,36 @@ async def _serve(
     from lehr.app.serve.metrics import Meter
     from lehr.app.serve.server import application
     from lehr.app.serve.work import Service, served
-    from lehr.engine.local import open_engine
     from lehr.engine.native.settings import standard
+    from lehr.engine.opening import open_any, require_engine
 
     click.echo(f"loading {name} …", err=True)
+    require_engine(folder, config)
     agreement = None
     if config != standard(config):
         from lehr.app.serve.agreement import measure
 
         agreement = measure(folder, config)
         click.echo(f"fast: {agreement}", err=True)
-    engine = open_engine(folder, config)
+    engine = open_any(folder, config, note=lambda _: None)  # it was said when the model was found
     try:
-        model = served(folder, name, config.cache_tokens)
+        for adapter, place in adapters.items():
+            await engine.load_adapter(adapter, place)
+        model = served(folder, name, config.cache_tokens, tuple(adapters))
         secret = token or secrets.token_urlsafe(24)
         service = Service(engine, model, limits, Meter())
         address = address_of(bound)
 
         def ready() -> None:
             if as_json:
-                told = {"model": name, "address": address, "token": secret}
+                told: dict[str, object] = {"model": name, "address": address, "token": secret}
+                told |= {"adapters": list(adapters)} if adapters else {}
                 click.echo(json.dumps(told | ({"agreement": asdict(agreement)} if agreement else {})))
                 return
             shown = "$LEHR_TOKEN" if token else secret
             click.echo(_greeting(name, address, shown, model.context_tokens))
+            if adapters:
+                click.echo(f"adapters, each a model of its own: {', '.join(adapters)}")
 
         if not address.startswith(_LOCAL):
             click.echo(

@@ -20,6 +20,8 @@ from lehr.core.trace import Sampling
 
 MOST_CHOICES = 128
 """Completions that one request may ask for, over all its prompts."""
+MOST_ALTERNATIVES = 20
+"""Likeliest tokens told at each position."""
 LEAST_TEMPERATURE = 0.001
 """Above 0; anything smaller overflows the logits that it divides."""
 
@@ -141,13 +143,7 @@ class FunctionSpec(_Part):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @field_validator("strict")
-    @classmethod
-    def _not_strict(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("true is not supported: nothing holds the arguments to the schema; expected false")
-        return value
+    """Whether the arguments are held to every keyword of ``parameters``."""
 
 
 class Tool(_Part):
@@ -160,6 +156,46 @@ class Tool(_Part):
         """Return it as the chat template takes it."""
         f = self.function
         return ToolSpec(name=f.name, description=f.description or "", parameters=f.parameters or {})
+
+
+class NamedFunction(_Part):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedTool(_Part):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class NamedSchema(_Part):
+    """A schema of answers. They are held to it whether ``strict`` or not."""
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class Format(_Part):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present(cls, raw: object) -> object:
+        return _without_null(raw)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Format:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema")
+        return self
 
 
 class Body(_Part):
@@ -211,6 +247,11 @@ class Body(_Part):
         """Whether log-probabilities are wanted."""
         return False
 
+    @property
+    def alternatives(self) -> int:
+        """How many of the likeliest tokens are told at each position."""
+        return 0
+
     def sampling(self, max_tokens: int, vocab_size: int) -> Sampling:
         """Return how the tokens are drawn."""
         return Sampling(
@@ -220,6 +261,7 @@ class Body(_Part):
             max_tokens=max_tokens,
             stop=tuple(self.stop),
             seed=self.seed,
+            alternatives=self.alternatives,
         )
 
 
@@ -229,8 +271,21 @@ class ChatBody(Body):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_ALTERNATIVES)
     tools: list[Tool] = Field(default_factory=list[Tool])
-    tool_choice: Any = "auto"
+    tool_choice: str | NamedTool = "auto"
+    response_format: Format = Field(default_factory=lambda: Format(type="text"))
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _known_choice(cls, raw: object) -> object:
+        if raw in ("auto", "none", "required"):
+            return raw
+        try:
+            return NamedTool.model_validate(raw)
+        except ValidationError as error:
+            wanted = '"auto", "none", "required" or {"type": "function", "function": {"name": …}}'
+            raise ValueError(f"expected {wanted}") from error
 
     @property
     def wanted(self) -> int | None:
@@ -243,9 +298,21 @@ class ChatBody(Body):
         return self.logprobs
 
     @property
+    def alternatives(self) -> int:
+        """How many of the likeliest tokens are told at each position."""
+        return self.top_logprobs
+
+    @property
     def offered(self) -> tuple[ToolSpec, ...]:
         """The tools that the model is shown."""
         return () if self.tool_choice == "none" else tuple(t.spec() for t in self.tools)
+
+    @property
+    def forced(self) -> list[Tool] | None:
+        """The tools of which one has to be called; None where an answer will do."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [t for t in self.tools if t.function.name == self.tool_choice.function.name]
+        return self.tools if self.tool_choice == "required" else None
 
 
 class CompletionBody(Body):
@@ -253,7 +320,7 @@ class CompletionBody(Body):
 
     prompt: list[str | list[int]]
     max_tokens: int | None = Field(default=16, ge=1)
-    logprobs: int | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -273,6 +340,11 @@ class CompletionBody(Body):
     def scored(self) -> bool:
         """Whether log-probabilities are wanted."""
         return self.logprobs is not None
+
+    @property
+    def alternatives(self) -> int:
+        """How many of the likeliest tokens are told at each position."""
+        return self.logprobs or 0
 
 
 def read(kind: type[B], data: bytes) -> B:
@@ -314,11 +386,15 @@ def _known(kind: type[Body], raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(body: Body) -> None:
-    if isinstance(body, ChatBody) and body.tool_choice not in ("auto", "none"):
-        raise unsupported("tool_choice", body.tool_choice, "'auto' or 'none'; no call can be forced")
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        message = "top_logprobs goes with logprobs=true."
+        raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+    if isinstance(body, ChatBody) and body.forced == []:
+        names = ", ".join(repr(t.function.name) for t in body.tools) or "tools that it may call"
+        named = isinstance(body.tool_choice, NamedTool)
+        what = "names a function that is not in tools" if named else "needs tools"
+        raise ApiError(400, f"tool_choice {what}. Expected {names}.", param="tool_choice", code="invalid_value")
     if isinstance(body, CompletionBody):
-        if body.logprobs:
-            raise unsupported("logprobs", body.logprobs, "0: the log-probability of each token that was drawn")
         asked = len(body.prompt) * body.n
         if asked > MOST_CHOICES:
             message = f"{len(body.prompt)} prompts with n={body.n} ask for {asked} completions."

@@ -105,10 +105,7 @@ class Chat(_Shape):
         return {"index": index, "message": message, "logprobs": scores, "finish_reason": deltas[-1].finish}
 
     def _scores(self, tokens: Iterable[Scored]) -> dict[str, Any]:
-        content = [
-            {"token": t.text, "logprob": t.logprob, "bytes": list(t.data), "top_logprobs": list[Any]()}
-            for t in tokens
-        ]
+        content = [_score(t) | {"top_logprobs": [_score(other) for other in t.others]} for t in tokens]
         return {"content": content, "refusal": None}
 
 
@@ -142,11 +139,16 @@ def counts(usage: Usage) -> dict[str, Any]:
     }
 
 
+def _score(token: Scored) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
+
+
 def _legacy(tokens: Sequence[Scored]) -> dict[str, Any]:
+    others = any(t.others for t in tokens)
     return {
         "tokens": [t.text for t in tokens],
         "token_logprobs": [t.logprob for t in tokens],
-        "top_logprobs": None,
+        "top_logprobs": [{o.text: o.logprob for o in t.others} for t in tokens] if others else None,
         "text_offset": [t.offset for t in tokens],
     }
 

@@ -40,13 +40,15 @@ log = logging.getLogger("lehr.serve")
 def application(service: Service, token: str) -> Starlette:
     """Return the application. ``GET /health`` is open, everything else asks for the token."""
     began = int(time.time())
+    names = (service.model.id, *service.model.adapters)
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_card(service, began)]})
+        return JSONResponse({"object": "list", "data": [_card(service, name, began) for name in names]})
 
     async def model(request: Request) -> Response:
-        service.require_model(request.path_params["name"])
-        return JSONResponse(_card(service, began))
+        name = request.path_params["name"]
+        service.require_model(name)
+        return JSONResponse(_card(service, name, began))
 
     async def health(request: Request) -> Response:
         if service.stopping:
@@ -171,7 +173,7 @@ class Completions:
         service = self._service
         jobs = await asyncio.to_thread(service.jobs, body)
         request_id = secrets.token_hex(12)
-        shape = shape_for(body, service.model.id, request_id)
+        shape = shape_for(body, body.model, request_id)
         if not body.stream:
             deltas: list[Delta] = []
             usage = await service.run(body, jobs, deltas.append, arrived, request_id)
@@ -262,14 +264,14 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _card(service: Service, began: int) -> dict[str, Any]:
+def _card(service: Service, name: str, began: int) -> dict[str, Any]:
     return {
-        "id": service.model.id,
+        "id": name,
         "object": "model",
         "created": began,
         "owned_by": "lehr",
         "max_model_len": service.model.context_tokens,
-    }
+    } | ({"parent": service.model.id} if name != service.model.id else {})
 
 
 def _response(error: ApiError) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lehr.engine.base import Ranked
 from lehr.engine.native.stops import find_stop
 
 LEAST_LOGPROB = -9999.0
@@ -25,13 +26,16 @@ class Bytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token of the text with its log-probability. ``offset``: whole characters before it."""
+    """A token of the text with its log-probability. ``offset``: whole characters before it. ``others``: the
+    likeliest tokens in its place, where they were asked for.
+    """
 
     token: int
     text: str
     data: bytes
     logprob: float
     offset: int
+    others: tuple[Scored, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,14 @@ class TextStream:
         self._decoder, self._counter = (codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2))
         self._over = False
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece:
+    def add(
+        self, tokens: Sequence[int], logprobs: Sequence[float], alternatives: Sequence[Ranked] = ()
+    ) -> Piece:
         """Return what became final with these tokens."""
-        for token, logprob in zip(tokens, logprobs, strict=True):
+        ranked = alternatives or [()] * len(tokens)
+        for token, logprob, others in zip(tokens, logprobs, ranked, strict=True):
             if not self._over and token not in self._stop_ids:
-                self._take(token, logprob)
+                self._take(token, logprob, others)
         if self._over:
             return Piece()
         found = find_stop(self._held, self._stops)
@@ -77,14 +84,19 @@ class TextStream:
         self._over = True
         return self._release(len(self._held), final=True)
 
-    def _take(self, token: int, logprob: float) -> None:
-        data = self._tokenizer.token_bytes(token)
-        name = data.decode(errors="replace") if data else self._names.get(token, "")
-        shown = max(logprob, LEAST_LOGPROB)
-        self._pending.append((self._seen, Scored(token, name, data, shown, self._characters)))
+    def _take(self, token: int, logprob: float, others: Ranked) -> None:
+        ranked = tuple(self._scored(other, value) for other, value in others)
+        scored = self._scored(token, logprob, ranked)
+        data = scored.data
+        self._pending.append((self._seen, scored))
         self._characters += len(self._counter.decode(data))
         self._seen += len(data)
         self._held += data
+
+    def _scored(self, token: int, logprob: float, others: tuple[Scored, ...] = ()) -> Scored:
+        data = self._tokenizer.token_bytes(token)
+        name = data.decode(errors="replace") if data else self._names.get(token, "")
+        return Scored(token, name, data, max(logprob, LEAST_LOGPROB), self._characters, others)
 
     def _unsure(self) -> int:
         """Return how many of the last bytes held may be the beginning of a stop string."""

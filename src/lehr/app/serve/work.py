@@ -13,13 +13,14 @@ from typing import Protocol
 from lehr.app.serve.errors import ApiError, stopping, too_long
 from lehr.app.serve.metrics import Meter
 from lehr.app.serve.requests import Body, ChatBody, CompletionBody
+from lehr.app.serve.shapes import answer_shape, call_shape
 from lehr.app.serve.text import Piece, Scored, TextStream
 from lehr.app.serve.tools import Call, ToolStream
-from lehr.core.trace import Completion, Sampling
-from lehr.engine.base import EngineStats, OnTokens
+from lehr.core.trace import Completion, Constraint, Sampling
+from lehr.engine.base import BadConstraint, EngineStats, OnTokens, Ranked
 from lehr.engine.native.cache import BLOCK
 from lehr.model.chat import ChatRenderer
-from lehr.model.config import load_config
+from lehr.model.outline import outline
 from lehr.model.tokenizer import AnyTokenizer, load_tokenizer
 from lehr.rollout.agent import derive_seed
 
@@ -48,7 +49,9 @@ class StreamingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model: the id that clients name, how it reads and writes, and what it can hold."""
+    """The model: the id that clients name, how it reads and writes, and what it can hold. adapters: ids under
+    which it answers with an adapter.
+    """
 
     id: str
     tokenizer: AnyTokenizer
@@ -56,16 +59,17 @@ class Served:
     stop_ids: frozenset[int]
     context_tokens: int
     vocab_size: int
+    adapters: tuple[str, ...] = ()
 
 
-def served(folder: Path, name: str, cache_tokens: int) -> Served:
+def served(folder: Path, name: str, cache_tokens: int, adapters: tuple[str, ...] = ()) -> Served:
     """Return what is served from a model folder, with as much context as model and cache hold."""
-    config = load_config(folder)
+    found = outline(folder)
     tokenizer = load_tokenizer(folder)
     renderer = ChatRenderer(tokenizer)
-    stop_ids = frozenset({*renderer.stop_ids, *config.eos_ids})
-    room = min(config.max_positions, cache_tokens // BLOCK * BLOCK)
-    return Served(name, tokenizer, renderer, stop_ids, room, config.vocab_size)
+    stop_ids = frozenset({*renderer.stop_ids, *found.eos_ids})
+    room = min(found.max_positions, cache_tokens // BLOCK * BLOCK)
+    return Served(name, tokenizer, renderer, stop_ids, room, found.vocab_size, adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +143,10 @@ class Service:
             self.requests -= 1
 
     def require_model(self, name: str) -> None:
-        """Raise :class:`ApiError` 404 unless ``name`` is the model that is served."""
-        if name != self.model.id:
-            message = f"the model {name[:200]!r} is not served. Expected {self.model.id!r}."
+        """Raise :class:`ApiError` 404 unless ``name`` is the model that is served, or one of its adapters."""
+        known = (self.model.id, *self.model.adapters)
+        if name not in known:
+            message = f"the model {name[:200]!r} is not served. Expected {' or '.join(map(repr, known))}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def jobs(self, body: Body) -> list[Job]:
@@ -153,11 +158,30 @@ class Service:
             if room < 1 or (body.wanted is not None and body.wanted > room):
                 raise too_long(len(tokens), None if room < 1 else body.wanted, self.model.context_tokens, param)
             sampling = body.sampling(body.wanted or room, self.model.vocab_size)
+            sampling = replace(
+                sampling,
+                constraint=self._constraint(body),
+                adapter=body.model if body.model in self.model.adapters else "",
+            )
             for number in range(body.n):
                 seed = sampling.seed
                 seed = derive_seed(seed, number) if seed is not None and number else seed
                 jobs.append(Job(tokens, replace(sampling, seed=seed)))
         return jobs
+
+    def _constraint(self, body: Body) -> Constraint | None:
+        """Return what the answer has to look like; None where it may be any text."""
+        if not isinstance(body, ChatBody):
+            return None
+        schema = body.response_format.json_schema
+        answer = None if body.response_format.type == "text" else answer_shape(schema and schema.schema_)
+        forced = body.forced
+        tools = forced if forced is not None else body.tools if body.offered else []
+        if not tools or (forced is None and answer is None and not any(t.function.strict for t in tools)):
+            return answer
+        signatures = [(t.function.name, t.function.parameters, bool(t.function.strict)) for t in tools]
+        form = self.model.renderer.call_form
+        return call_shape(signatures, form, forced=forced is not None, answer=answer)
 
     def _prompts(self, body: Body) -> list[list[int]]:
         if isinstance(body, ChatBody):
@@ -216,7 +240,12 @@ class Service:
             tell(Delta(index, said, made, tuple(unsaid), finish))
             unsaid.clear()
 
-        def on_tokens(tokens: Sequence[int], logprobs: Sequence[float], raw_logprobs: Sequence[float]) -> None:
+        def on_tokens(
+            tokens: Sequence[int],
+            logprobs: Sequence[float],
+            raw_logprobs: Sequence[float],
+            alternatives: Sequence[Ranked],
+        ) -> None:
             nonlocal last
             now = time.monotonic()
             if last:
@@ -225,13 +254,21 @@ class Service:
             else:
                 self.meter.first_token.observe(now - arrived)
             last = now
-            pass_on(text.add(tokens, raw_logprobs))
+            pass_on(text.add(tokens, raw_logprobs, alternatives))
 
         left_s = max(0.001, arrived + self.limits.timeout_s - time.monotonic())
-        completion = await self.engine.stream(
-            job.tokens, job.sampling, on_tokens, session=session, timeout_s=left_s
-        )
+        try:
+            completion = await self.engine.stream(
+                job.tokens, job.sampling, on_tokens, session=session, timeout_s=left_s
+            )
+        except BadConstraint as error:
+            raise ApiError(400, str(error), code="invalid_schema", param=_shaped_by(body)) from error
         if completion.stop == "abort":
             raise stopping()
         pass_on(text.end(), "length" if completion.stop == "length" else "stop", ends=True)
         return completion
+
+
+def _shaped_by(body: Body) -> str:
+    formatted = isinstance(body, ChatBody) and body.response_format.type != "text" and not body.forced
+    return "response_format" if formatted else "tools"

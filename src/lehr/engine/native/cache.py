@@ -29,6 +29,11 @@ def root(version: Version, dtype: torch.dtype, policy: str = "exact") -> bytes:
     return hashlib.blake2b(f"{version.packed}/{dtype}/{policy}".encode(), digest_size=16).digest()
 
 
+def seed_of(root: bytes, adapter: bytes) -> bytes:
+    """Return the hash that chains of an adapter start from, given its identity and the root of the version."""
+    return hashlib.blake2b(adapter, key=root, digest_size=16).digest()
+
+
 def link(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the hash of a block that holds ``tokens`` after ``parent``."""
     return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), key=parent, digest_size=16).digest()

@@ -10,31 +10,36 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lehr.core.batch import Manifest
 from lehr.core.trace import Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
+from lehr.engine.base import EngineError, EngineStats, InFlight
+from lehr.engine.native.adapters import Adapters
 from lehr.engine.native.attention import Span, StepAttention, lengths
+from lehr.engine.native.bounds import has_ended, require_servable
 from lehr.engine.native.cache import BLOCK, BlockPool, root
 from lehr.engine.native.draft_model import DraftModel
 from lehr.engine.native.drafts import Drafter, Width
 from lehr.engine.native.fused import FusedForward, short
+from lehr.engine.native.guides import Grammars, Guide, Mask
 from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
-from lehr.engine.native.sampler import Drawn, draw, draw_whole, filters, uniform
+from lehr.engine.native.sampler import Drawn, draw_each, uniform
 from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.native.sparse import settle
-from lehr.engine.native.stops import extend_tail
-from lehr.engine.native.weights import prepared
+from lehr.engine.native.weights import load_published, prepared
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
+from lehr.model.lora import LowRank, Place, read_adapter
 
 _SLICE_TOKENS = 320
 
@@ -68,8 +73,10 @@ class NativeEngine:
         self._use(prepared(decoder, self.config.weights))
         self._draft = DraftModel(draft, decoder.config, kernels=self.config.kernels) if draft else None
         self._fetched: dict[Version, Decoder] = {}
+        self._adapters = Adapters()
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
+        self._grammars = Grammars(tokenizer, self.model_config.vocab_size, self._stop_ids)
         blocks = max(1, self.config.cache_tokens // BLOCK)
         self._scheduler = Scheduler(
             BlockPool(self.model_config, blocks, self.dtype),
@@ -97,6 +104,11 @@ class NativeEngine:
         """Whether there is nothing to compute."""
         return not self._scheduler.running and not self._scheduler.waiting
 
+    def prepare(self, sampling: Sampling) -> None:
+        """Compile what ``sampling`` needs, so that :meth:`submit` finds it. May run in any thread."""
+        if sampling.constraint is not None:
+            self._grammars.guide(sampling.constraint)
+
     def submit(self, tokens: Sequence[int], sampling: Sampling, session: str = "") -> Request:
         """Queue a request and return it. Raises :class:`RequestTooLarge` or :class:`EngineError`."""
         prompt = list(map(int, tokens))
@@ -106,6 +118,10 @@ class NativeEngine:
         if self._decoder.rotary.depends_on(request.longest - 1):  # the last token is never computed
             request.stretch = request.longest - 1
         request.sparse = self.config.sparse is not None
+        if sampling.adapter:
+            request.adapter = self._adapters.get(sampling.adapter)
+        if sampling.constraint is not None:
+            request.guide = self._grammars.guide(sampling.constraint)
         if self.config.draft_tokens:
             most = self.config.draft_tokens
             if self._draft:
@@ -120,32 +136,13 @@ class NativeEngine:
         return request
 
     def _check(self, prompt: list[int], sampling: Sampling) -> None:
-        longest = len(prompt) + sampling.max_tokens
-        room = min(self.model_config.max_positions, self._scheduler.pool.total * BLOCK)
-        if longest > room:
-            raise RequestTooLarge(
-                f"{len(prompt)} prompt tokens and up to {sampling.max_tokens} new ones cannot fit",
-                expected=f"at most {room} together",
-                hint="Shorten the prompt, lower max_tokens or raise cache_tokens.",
-            )
-        if not prompt:
-            raise EngineError("the prompt is empty", expected="at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.model_config.vocab_size:
-            raise EngineError(
-                f"token {min(prompt) if min(prompt) < 0 else max(prompt)} is outside the vocabulary",
-                expected=f"ids from 0 to {self.model_config.vocab_size - 1}",
-            )
-        if (
-            sampling.max_tokens < 0
-            or sampling.temperature < 0
-            or not 0 < sampling.top_p <= 1
-            or sampling.top_k < 0
-        ):
-            raise EngineError(
-                f"cannot sample with {sampling}", expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
-            )
-        if any(sampling.stop) and self._tokenizer is None:
-            raise EngineError("stop strings need a tokenizer, and this engine was built without one")
+        require_servable(
+            prompt,
+            sampling,
+            room=min(self.model_config.max_positions, self._scheduler.pool.total * BLOCK),
+            vocab_size=self.model_config.vocab_size,
+            tokenizer=self._tokenizer,
+        )
 
     @torch.inference_mode()
     def cancel(self, request: Request) -> None:
@@ -188,6 +185,7 @@ class NativeEngine:
         parts: list[torch.Tensor] = []
         for some in _slices(pieces):
             parts.append(self._forward_slice(some))
+        self._adapters.end()
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _forward_slice(self, pieces: list[Piece]) -> torch.Tensor:
@@ -201,6 +199,10 @@ class NativeEngine:
             spans.append(Span(request.slot, start, piece.rows, len(tokens), request.stretch))
             tokens.extend(request.tokens[start : start + piece.count])
             tokens.extend(piece.draft)
+        self._adapters.begin(
+            self._decoder,
+            [(p.request.adapter, s.offset, s.offset + s.count) for p, s in zip(pieces, spans, strict=True)],
+        )
         singles = sum(1 for p in pieces if p.rows == 1)
         if self._fused:
             hidden_TD = self._fused.hidden(tokens, spans)
@@ -236,7 +238,8 @@ class NativeEngine:
             self._publish(piece.request)
         if not ready:
             return []
-        drawn = self._draw(last_ND if len(rows) == row else last_ND[rows], ready)
+        mask = self._mask(ready)
+        drawn = self._draw(last_ND if len(rows) == row else last_ND[rows], ready, mask)
         if not all(map(math.isfinite, drawn.kept_mass)):
             raise EngineError(
                 f"the model of version {self.version} gives logits that are not finite",
@@ -248,25 +251,45 @@ class NativeEngine:
         for piece in ready:
             if piece.request.own == 0:
                 self._cached_tokens += piece.request.cached_tokens
-            if self._take(piece, drawn, first):
+            if self._take(piece, drawn, first, mask.dead if mask else frozenset()):
                 self._drop(piece.request)
                 done.append(piece.request)
             first += 1 + len(piece.draft)
         return done
 
-    def _take(self, piece: Piece, drawn: Drawn, first: int) -> bool:
-        """Append what was drawn for a piece, as far as its draft was right. Return whether the request ends."""
+    def _mask(self, ready: list[Piece]) -> Mask | None:
+        """Return what the rows of the requests with a constraint may draw; None where there are none."""
+        guided: list[tuple[int, Guide, Sequence[int]]] = []
+        first = 0
+        for piece in ready:
+            request = piece.request
+            if request.guide is not None:
+                request.guide.follow(request.tokens, request.prompt_length)
+                guided.append((first, request.guide, piece.draft))
+            first += 1 + len(piece.draft)
+        return self._grammars.mask(guided) if guided else None
+
+    def _take(self, piece: Piece, drawn: Drawn, first: int, dead: Collection[int]) -> bool:
+        """Append what was drawn for a piece, as far as its draft was right and what it says may be said. Return
+        whether the request ends.
+        """
         request = piece.request
         packed = self.version.packed
         taken, ends = 0, False
         for row in range(first, first + 1 + len(piece.draft)):
+            if row in dead and request.guide is not None:
+                request.guide.follow(request.tokens, request.prompt_length)
+                request.error = request.guide.why_dead()
+                return True
             request.tokens.append(drawn.tokens[row])
             request.logprobs.append(drawn.logprobs[row])
             request.raw_logprobs.append(drawn.raw_logprobs[row])
             request.kept_mass.append(drawn.kept_mass[row])
             request.versions.append(packed)
+            if row in drawn.alternatives:
+                request.alternatives.append(drawn.alternatives[row])
             taken += 1
-            ends = self._ends(request)
+            ends = has_ended(request, self._stop_ids, self._tokenizer)
             if ends or row == first + len(piece.draft) or drawn.tokens[row] != piece.draft[row - first]:
                 break
             request.computed += 1
@@ -279,7 +302,7 @@ class NativeEngine:
                 self._scheduler.publish(request)
         return ends
 
-    def _draw(self, last_ND: torch.Tensor, ready: list[Piece]) -> Drawn:
+    def _draw(self, last_ND: torch.Tensor, ready: list[Piece], mask: Mask | None) -> Drawn:
         """Draw a token from each hidden state: of each piece, one after its last token and its draft's."""
         seeds: list[int] = []
         positions: list[int] = []
@@ -290,25 +313,32 @@ class NativeEngine:
             positions += range(request.own, request.own + count)
             settings += [request.sampling] * count
         where = uniform(seeds, positions)
-        if self._kernels and not any(map(filters, settings)):
-            return draw_whole(self._kernels, self._decoder.head(last_ND), settings, where)
-        return draw(self._decoder.logits(last_ND), settings, where)
+        return draw_each(self._kernels, self._decoder.head(last_ND), settings, where, mask)
 
     def _publish(self, request: Request) -> None:
         if request.computed == request.prompt_length or request.computed % BLOCK == 0 or request.remaining:
             self._scheduler.publish(request)
 
-    def _ends(self, request: Request) -> bool:
-        token, sampling = request.tokens[-1], request.sampling
-        if token in self._stop_ids:
-            request.stop = "eos"
-        elif any(sampling.stop) and self._tokenizer is not None:
-            stops = [s.encode() for s in sampling.stop if s]
-            request.tail, hit = extend_tail(request.tail, self._tokenizer.token_bytes(token), stops)
-            request.stop = "stop" if hit else None
-        if request.stop is None and request.own >= sampling.max_tokens:
-            request.stop = "length"
-        return request.stop is not None
+    def load(self, manifest: Manifest) -> Decoder:
+        """Return published weights for :meth:`offer`. Takes a while; may run in any thread."""
+        return load_published(manifest, self.model_config, self.dtype, self.config.weights)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that are loaded."""
+        return self._adapters.names
+
+    def read_adapter(self, folder: Path) -> Mapping[Place, LowRank]:
+        """Return the adapter in ``folder`` for :meth:`load_adapter`. May run in any thread."""
+        return read_adapter(folder, self.model_config, self.dtype)
+
+    def load_adapter(self, name: str, parts: Mapping[Place, LowRank]) -> None:
+        """Serve requests that name it from now on; what was loaded under the name serves those that run."""
+        self._adapters.load(name, parts)
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse requests that name it from now on; those that run go on. Raises :class:`UnknownName`."""
+        self._adapters.unload(name)
 
     def offer(self, version: Version, decoder: Decoder) -> None:
         """Keep weights, from :func:`~lehr.engine.native.weights.prepared`, ready for :meth:`activate`."""
@@ -343,6 +373,12 @@ class NativeEngine:
         self.version = version
         self._scheduler.restart(root(version, self.dtype, self._policy()))
         return ended
+
+    def flush(self) -> None:
+        """Forget every cached prefix. What running requests computed before is not cached afterwards either."""
+        for request in self._scheduler.running:
+            request.kept = True
+        self._scheduler.restart(self._scheduler.seed)
 
     def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1], the log-probability of each token after the first."""

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lehr.core.errors import LehrError
-from lehr.core.trace import Completion, KvPolicy, Sampling, StopReason
+from lehr.core.trace import Alternatives, Completion, KvPolicy, Sampling, StopReason
+from lehr.engine.base import Ranked
+from lehr.engine.native.adapters import Adapter
 from lehr.engine.native.drafts import DraftSource
+from lehr.engine.native.guides import Guide
 from lehr.engine.native.rows import Slot
 
 
@@ -25,7 +28,8 @@ class Request:
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
     stretch: the length that its rotary angles depend on (dynamic position scaling), or 0.
     sparse: whether only some keys are seen.
-    kept: whether keys and values of another weight version are in use.
+    kept: whether keys and values from before a flush or a weight swap are in use; they are never published.
+    ever_kept: whether keys and values of another weight version were in use.
     """
 
     id: int
@@ -38,6 +42,7 @@ class Request:
     raw_logprobs: list[float] = field(default_factory=list[float])
     kept_mass: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    alternatives: list[Ranked] = field(default_factory=list[Ranked])
     computed: int = 0
     slot: Slot | None = None
     blocks: list[int] = field(default_factory=list[int])
@@ -50,6 +55,8 @@ class Request:
     ever_kept: bool = False
     cached_tokens: int = 0
     drafter: DraftSource | None = None
+    guide: Guide | None = None
+    adapter: Adapter | None = None
     tail: bytes = b""
     stop: StopReason | None = None
     error: LehrError | None = None
@@ -93,4 +100,13 @@ class Request:
             cached_tokens=self.cached_tokens,
             kv_policy=policy,
             seconds={"queue": started - self.arrived, "generate": now - started},
+            alternatives=self._alternatives() if self.sampling.alternatives else None,
+        )
+
+    def _alternatives(self) -> Alternatives:
+        width = len(self.alternatives[0]) if self.alternatives else 0
+        flat = [pair for ranked in self.alternatives for pair in ranked]
+        return Alternatives(
+            np.array([token for token, _ in flat], np.int32).reshape(-1, width),
+            np.array([value for _, value in flat], np.float32).reshape(-1, width),
         )

@@ -9,7 +9,7 @@ preemption changes what is drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lehr.core.trace import Sampling
+from lehr.engine.base import Ranked
+from lehr.engine.native.guides import Mask
 from lehr.engine.native.kernels.load import Kernels
 
 _WIDTH = 256
@@ -26,12 +28,13 @@ _SHORTLIST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One entry per row, as in ``core.trace.Completion``."""
+    """One entry per row, as in ``core.trace.Completion``. alternatives: of the rows that asked for them."""
 
     tokens: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
     kept_mass: list[float]
+    alternatives: dict[int, Ranked] = field(default_factory=dict[int, Ranked])
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
@@ -49,8 +52,55 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def draw(logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.float64]) -> Drawn:
-    """Draw one token per row. ``logits_NV`` is float32 and is overwritten. ``where``: float64 in [0, 1)."""
+def draw_each(
+    kernels: Kernels | None,
+    logits_NV: Tensor,
+    settings: Sequence[Sampling],
+    where: NDArray[np.float64],
+    mask: Mask | None = None,
+) -> Drawn:
+    """Draw one token per row from logits of any dtype, which may be overwritten: in one pass of a kernel where
+    a row draws from the whole distribution, by :func:`draw` otherwise.
+    """
+    alternatives = likeliest(logits_NV, settings)
+    masked = set(mask.rows) if mask else set[int]()
+    partly = [i for i, s in enumerate(settings) if kernels is None or filters(s) or i in masked]
+    if kernels is None or len(partly) == len(settings):
+        drawn = draw(logits_NV.float(), settings, where, mask)
+    elif not partly:
+        drawn = draw_whole(kernels, logits_NV, settings, where)
+    else:
+        place = {row: i for i, row in enumerate(partly)}
+        moved = mask and Mask([place[r] for r in mask.rows], mask.allowed_MV, mask.dead)
+        wholly = [i for i in range(len(settings)) if i not in place]
+        parts = (
+            (partly, draw(logits_NV[partly].float(), [settings[i] for i in partly], where[partly], moved)),
+            (wholly, draw_whole(kernels, logits_NV[wholly], [settings[i] for i in wholly], where[wholly])),
+        )
+        drawn = _merged(parts, len(settings))
+    drawn.alternatives.update(alternatives)
+    return drawn
+
+
+def likeliest(logits_NV: Tensor, settings: Sequence[Sampling]) -> dict[int, Ranked]:
+    """Return the alternatives of each row that asks for them, as ``core.trace.Alternatives`` has them."""
+    found: dict[int, Ranked] = {}
+    for row, sampling in enumerate(settings):
+        if sampling.alternatives > 0:
+            logits_V = logits_NV[row].double() / (sampling.temperature or 1.0)
+            best, tokens = logits_V.topk(min(sampling.alternatives, len(logits_V)))
+            found[row] = tuple(zip(tokens.tolist(), (best - logits_V.logsumexp(dim=-1)).tolist(), strict=True))
+    return found
+
+
+def draw(
+    logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.float64], mask: Mask | None = None
+) -> Drawn:
+    """Draw one token per row. ``logits_NV`` is float32 and is overwritten. ``where``: float64 in [0, 1).
+
+    In the rows of ``mask`` weights count from the best token that is admitted: it may be so unlikely that,
+    counted from the best of all, none were left.
+    """
     rows, vocabulary = logits_NV.shape
     temperatures = [s.temperature for s in settings]
     greedy = torch.tensor([i for i, t in enumerate(temperatures) if t == 0], dtype=torch.long)
@@ -58,12 +108,24 @@ def draw(logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.floa
         scale = torch.tensor([1 / t if t else 1.0 for t in temperatures], dtype=torch.float32)
         logits_NV.mul_(scale[:, None])
     top_N, best_N = logits_NV.max(dim=-1)
+    below_N = torch.zeros(rows, dtype=torch.float64)  # how far the best admitted token is below the best
+    whole_M: Tensor | None = None
+    if mask is not None:
+        masked = torch.tensor(mask.rows)
+        part_MV = logits_NV[masked]
+        whole_M = (part_MV - top_N[masked, None]).exp_().sum(dim=-1, dtype=torch.float64)
+        logits_NV[masked] = part_MV.masked_fill_(~mask.allowed_MV, -torch.inf)
+        top_M, best_N[masked] = part_MV.max(dim=-1)
+        below_N[masked] = top_M.double() - top_N[masked].double()
+        top_N[masked] = top_M
     weights_NV = logits_NV.sub_(top_N[:, None]).exp_()
     if vocabulary % _WIDTH:
         weights_NV = functional.pad(weights_NV, (0, _WIDTH - vocabulary % _WIDTH))
     blocks_NB = weights_NV.view(rows, -1, _WIDTH).sum(dim=-1, dtype=torch.float32).double()
-    total_N = blocks_NB.sum(dim=-1)
-    kept_N = total_N
+    kept_N = blocks_NB.sum(dim=-1)
+    total_N = kept_N
+    if mask is not None and whole_M is not None:
+        total_N = kept_N.index_copy(0, torch.tensor(mask.rows), whole_M)
     filtered = [i for i, s in enumerate(settings) if filters(s)]
     if filtered:
         index = torch.tensor(filtered)
@@ -78,8 +140,8 @@ def draw(logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.floa
     return Drawn(
         tokens_N.tolist(),
         (chosen_N.log() - kept_N.log()).tolist(),
-        (chosen_N.log() - total_N.log()).tolist(),
-        (kept_N / total_N).tolist(),
+        (chosen_N.log() - total_N.log() + below_N).tolist(),
+        (kept_N / total_N * below_N.exp()).tolist(),
     )
 
 
@@ -109,6 +171,18 @@ def draw_whole(
 def filters(sampling: Sampling) -> bool:
     """Whether a request draws from a part of the distribution only."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+
+
+def _merged(parts: Sequence[tuple[list[int], Drawn]], count: int) -> Drawn:
+    """Return one result of ``count`` rows from several, each with the rows that it is of."""
+    merged = Drawn([0] * count, [0.0] * count, [0.0] * count, [0.0] * count)
+    for rows, drawn in parts:
+        for i, row in enumerate(rows):
+            merged.tokens[row] = drawn.tokens[i]
+            merged.logprobs[row] = drawn.logprobs[i]
+            merged.raw_logprobs[row] = drawn.raw_logprobs[i]
+            merged.kept_mass[row] = drawn.kept_mass[i]
+    return merged
 
 
 def _invert(weights_NV: Tensor, blocks_NB: Tensor, where_N: Tensor) -> Tensor:

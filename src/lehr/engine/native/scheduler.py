@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from lehr.engine.native.cache import BLOCK, BlockPool, link
+from lehr.engine.native.cache import BLOCK, BlockPool, link, seed_of
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
 
@@ -79,6 +79,9 @@ class Scheduler:
             return ()
         room = min(room, request.sampling.max_tokens - request.own - 1)
         drafted = tuple(request.drafter.draft(room))
+        if request.guide is not None and drafted:
+            request.guide.follow(request.tokens, request.prompt_length)
+            drafted = drafted[: request.guide.admitted(drafted)]
         while len(request.blocks) < blocks_for(len(request.tokens) + len(drafted)) and self.pool.free:
             request.blocks.append(self.pool.allot())
         return drafted[: len(request.blocks) * BLOCK - len(request.tokens)]
@@ -97,15 +100,18 @@ class Scheduler:
             budget -= pieces[-1].count
         self.waiting.extendleft(reversed(passed))
 
+    def _seed(self, request: Request) -> bytes:
+        """Return what a request's chain of hashes starts from: an adapter finds what it computed itself, and a
+        request whose keys depend on its length what its equals computed.
+        """
+        seed = self.seed if request.adapter is None else seed_of(self.seed, request.adapter.identity)
+        return link(seed, (request.stretch,)) if request.stretch else seed
+
     def _chain(self, request: Request) -> None:
         while (len(request.chain) + 1) * BLOCK <= len(request.tokens):
             start = len(request.chain) * BLOCK
             parent = request.chain[-1] if request.chain else self._seed(request)
             request.chain.append(link(parent, request.tokens[start : start + BLOCK]))
-
-    def _seed(self, request: Request) -> bytes:
-        """Return what the request's chain starts from: of its own where keys depend on its length."""
-        return link(self.seed, (request.stretch,)) if request.stretch else self.seed
 
     def _wanted(self, request: Request) -> list[bytes]:
         """Return the names under which the prompt's blocks are published, the last partial one included."""

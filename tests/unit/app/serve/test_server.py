@@ -104,7 +104,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 def raising(error: Exception, first: bool = False) -> Act:
     async def act(on_tokens: OnTokens | None) -> None:
         if first and on_tokens is not None:
-            on_tokens([111], [0.0], [0.0])
+            on_tokens([111], [0.0], [0.0], [])
             await asyncio.sleep(0.05)
         raise error
 
@@ -113,7 +113,7 @@ def raising(error: Exception, first: bool = False) -> Act:
 
 async def forever(on_tokens: OnTokens | None) -> None:
     if on_tokens is not None:
-        on_tokens([111], [0.0], [0.0])
+        on_tokens([111], [0.0], [0.0], [])
     await asyncio.Event().wait()
 
 
@@ -239,9 +239,9 @@ def test_a_server_that_stops_takes_nothing_new() -> None:
 def test_latencies_are_counted() -> None:
     async def act(on_tokens: OnTokens | None) -> None:
         assert on_tokens is not None
-        on_tokens([111], [0.0], [0.0])
+        on_tokens([111], [0.0], [0.0], [])
         await asyncio.sleep(0.03)
-        on_tokens([107], [0.0], [0.0])
+        on_tokens([107], [0.0], [0.0], [])
 
     service = service_on(FakeEngine(act))
     status, _, text = run(ask(service, body={"model": "m", "prompt": "x"}))
