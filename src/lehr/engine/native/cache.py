@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lehr.core.trace import Version
+from lehr.core.trace import KvPolicy, Version
+from lehr.engine.native.quantise import stored_width
 from lehr.engine.native.rows import Slot, lazy_zeros
 from lehr.model.config import ModelConfig
 
@@ -24,9 +25,9 @@ BLOCK = 8
 """Tokens per block."""
 
 
-def root(version: Version, dtype: torch.dtype) -> bytes:
-    """Return the hash that every chain of this version and number format starts from."""
-    return hashlib.blake2b(f"{version.packed}/{dtype}/exact".encode(), digest_size=16).digest()
+def root(version: Version, dtype: torch.dtype, policy: KvPolicy = "exact") -> bytes:
+    """Return the hash that every chain of this version, compute dtype and way of keeping it starts from."""
+    return hashlib.blake2b(f"{version.packed}/{dtype}/{policy}".encode(), digest_size=16).digest()
 
 
 def link(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -51,7 +52,8 @@ class BlockPool:
     def __init__(self, config: ModelConfig, total: int, dtype: torch.dtype) -> None:
         self.total = total
         c = config
-        self.kv = lazy_zeros((c.num_layers, 2, total, c.num_kv_heads, BLOCK, c.head_size), dtype)
+        width = stored_width(c.head_size, dtype)
+        self.kv = lazy_zeros((c.num_layers, 2, total, c.num_kv_heads, BLOCK, width), dtype)
         self._free = list(range(total - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * total

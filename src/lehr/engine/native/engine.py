@@ -65,11 +65,13 @@ class NativeEngine:
         self._fetched: dict[Version, Decoder] = {}
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
+        self._int8 = self.config.kv_dtype == "int8"
+        kept_in = torch.int8 if self._int8 else self.dtype
         blocks = max(1, self.config.cache_tokens // BLOCK)
         self._scheduler = Scheduler(
-            BlockPool(self.model_config, blocks, self.dtype),
-            Rows(self.model_config, self.dtype),
-            root(version, self.dtype),
+            BlockPool(self.model_config, blocks, kept_in),
+            Rows(self.model_config, kept_in),
+            self._root(version),
             max_running=self.config.max_running,
             token_budget=self.config.token_budget,
         )
@@ -83,6 +85,9 @@ class NativeEngine:
         self._decoder = decoder
         self._fused = FusedForward(decoder, self._kernels) if self._kernels else None
 
+    def _root(self, version: Version) -> bytes:
+        return root(version, self.dtype, "int8" if self._int8 else "exact")
+
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute."""
@@ -93,7 +98,7 @@ class NativeEngine:
         prompt = list(map(int, tokens))
         self._check(prompt, sampling)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
+        request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session, int8=self._int8)
         if self.config.draft_tokens:
             request.drafter = Drafter(request.tokens, self.config.draft_tokens)
         self._prompt_tokens += len(prompt)
@@ -316,7 +321,7 @@ class NativeEngine:
         self._use(self._fetched.pop(version))
         self._fetched = {v: d for v, d in self._fetched.items() if v > version}
         self.version = version
-        self._scheduler.restart(root(version, self.dtype))
+        self._scheduler.restart(self._root(version))
         return ended
 
     def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:

@@ -23,7 +23,7 @@ class Request:
 
     computed: leading tokens whose keys and values are in ``slot``. blocks: of the pool, in order.
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
-    kept: whether keys and values of another weight version are in use.
+    kept: whether keys and values of another weight version are in use. int8: whether they are quantised.
     """
 
     id: int
@@ -43,6 +43,7 @@ class Request:
     published: int = 0
     waits_for: bytes | None = None
     kept: bool = False
+    int8: bool = False
     ever_kept: bool = False
     cached_tokens: int = 0
     drafter: DraftSource | None = None
@@ -75,6 +76,8 @@ class Request:
     def completion(self) -> Completion:
         """Return what was sampled. Valid once finished."""
         policy: KvPolicy = "kept_across_versions" if self.ever_kept else "exact"
+        if self.int8:
+            policy = "int8_kept_across_versions" if self.ever_kept else "int8"
         now = time.monotonic()
         started = self.started or now
         return Completion(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from lehr.core.config import Config, Count, Dtype
@@ -22,5 +24,9 @@ class NativeConfig(Config):
     completion takes, never its distribution. Pays where text repeats itself and few requests run."""
     kernels: bool = True
     """Use compiled kernels where there is a C++ compiler; without them the engine is about half as fast."""
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """How keys and values are kept: ``auto`` in the compute dtype; ``int8`` with a scale for each token and head, in
+    half the memory of bfloat16. That moves log-probabilities by about 0.005 on average, so traces carry the policy
+    ``int8``."""
     dtype: Dtype = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""

@@ -19,13 +19,16 @@ ARGUMENTS = {
     "gated": (c_void_p, c_void_p, c_int64, c_int64),
     "rotate": (*[c_void_p] * 8, *[c_int64] * 5, c_float),
     "attend": (*[c_void_p] * 4, *[c_int64] * 5),
+    "rotate_int8": (*[c_void_p] * 8, *[c_int64] * 5, c_float),
+    "attend_int8": (*[c_void_p] * 4, *[c_int64] * 5),
+    "widen_int8": (c_void_p, c_void_p, *[c_int64] * 5),
     "draw": (*[c_void_p] * 5, c_int64, c_int64),
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class Kernels:
-    """The compiled functions for one number format. They work on memory by address: see ``step.cpp``."""
+    """The compiled functions for one number format. They work on memory by address: see the ``.cpp`` files beside this one."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in ARGUMENTS.items():
@@ -37,6 +40,9 @@ class Kernels:
     gated: Any
     rotate: Any
     attend: Any
+    rotate_int8: Any
+    attend_int8: Any
+    widen_int8: Any
     draw: Any
 
 
