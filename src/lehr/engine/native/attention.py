@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lehr.engine.native.quantise import load, store
+from lehr.engine.native.quantise import load, spread, store
 from lehr.engine.native.rows import Lane, Slot
 
 
@@ -33,6 +33,7 @@ class StepAttention:
     """
 
     def __init__(self, singles: Sequence[Span], chunks: Sequence[Span], dtype: torch.dtype) -> None:
+        self._int8 = any(s.slot.lane.kv.dtype is torch.int8 for s in (*singles, *chunks))
         lanes: dict[Lane, list[Span]] = {}
         for span in singles:
             lanes.setdefault(span.slot.lane, []).append(span)
@@ -42,6 +43,8 @@ class StepAttention:
     def __call__(self, layer: int, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
         """Store the new keys and values of ``layer`` and return the attention output, ``[T, H, E]``."""
         out_THE = torch.empty_like(query_THE)
+        if self._int8:
+            query_THE, key_TKE = spread(query_THE).to(query_THE.dtype), spread(key_TKE)
         for group in self._singles:
             group.attend(layer, query_THE, key_TKE, value_TKE, out_THE)
         for span, mask in self._chunks:

@@ -1,4 +1,4 @@
-// Rotation and attention over rows whose keys and values are int8.
+// Rotation in position and attention over rows whose keys and values are int8.
 //
 // A stored vector is `size` bytes padded to a multiple of four, then the float that scales them: see quantise.py,
 // which computes the same. The strides of a Place count bytes here. Scores and mixes stay in float32; an element is
@@ -17,6 +17,22 @@ inline float scale_of(const int8_t* vector, int64_t width) {
     float scale;
     std::memcpy(&scale, vector + width - kScale, kScale);
     return scale;
+}
+
+// Walsh-Hadamard transform, orthonormal, of runs as long as the largest power of two that divides `size`.
+inline void spread(float* x, int64_t size) {
+    const int64_t run = size & -size;
+    for (int64_t step = 1; step < run; step *= 2)
+        for (int64_t i = 0; i < size; i += 2 * step)
+#pragma omp simd
+            for (int64_t j = i; j < i + step; j++) {
+                const float low = x[j], high = x[j + step];
+                x[j] = low + high;
+                x[j + step] = low - high;
+            }
+    const float scale = 1.0f / std::sqrt(static_cast<float>(run));
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) x[i] *= scale;
 }
 
 // What is not finite stays so: it ends up in the scale.
@@ -45,17 +61,26 @@ void rotate_store(const T* qkv, const T* cos, const T* sin, const T* q_weight, c
 #pragma omp parallel if (tokens * all > kWorthSharing)
     {
         std::vector<T> turned(size);
+        std::vector<float> wide(size);
+        const auto turn_and_spread = [&](const T* in, const T* weight, const T* c, const T* s) {
+            turn(in, weight, c, s, turned.data(), size, eps);
+            for (int64_t i = 0; i < size; i++) wide[i] = load(turned[i]);
+            spread(wide.data(), size);
+        };
 #pragma omp for
         for (int64_t t = 0; t < tokens; t++) {
             const T* in = qkv + t * all;
             const T *c = cos + t * half, *s = sin + t * half;
-            for (int64_t h = 0; h < heads; h++)
-                turn(in + h * size, q_weight, c, s, query + (t * heads + h) * size, size, eps);
+            for (int64_t h = 0; h < heads; h++) {
+                turn_and_spread(in + h * size, q_weight, c, s);
+                T* into = query + (t * heads + h) * size;
+                for (int64_t i = 0; i < size; i++) into[i] = store<T>(wide[i]);
+            }
             const Place& place = places[t];
             int8_t* key = reinterpret_cast<int8_t*>(place.base) + layer * place.layer + positions[t] * width;
             for (int64_t k = 0; k < kv_heads; k++) {
-                turn(in + (heads + k) * size, k_weight, c, s, turned.data(), size, eps);
-                quantise(turned.data(), key + k * place.head, size);
+                turn_and_spread(in + (heads + k) * size, k_weight, c, s);
+                quantise(wide.data(), key + k * place.head, size);
                 quantise(in + (heads + kv_heads + k) * size, key + place.value + k * place.head, size);
             }
         }
