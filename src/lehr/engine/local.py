@@ -165,6 +165,7 @@ class LocalEngine:
             self._closed = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._native.close)
 
     async def _between_steps(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the engine's thread before its next step, and return its result."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.errors import ConfigError
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import Engine, EngineStats, InFlight
+from lehr.engine.base import Engine, EngineStats, InFlight, TierStats
 from lehr.engine.messages import Allotment
 
 K = TypeVar("K")
@@ -116,6 +116,7 @@ class Router:
             steps=sum(s.steps for s in found),
             drafted_tokens=sum(s.drafted_tokens for s in found),
             accepted_tokens=sum(s.accepted_tokens for s in found),
+            tiers=sum((s.tiers for s in found), TierStats()),
         )
 
     async def close(self) -> None:

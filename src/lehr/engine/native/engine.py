@@ -11,13 +11,15 @@ import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lehr.core.errors import ConfigError
 from lehr.core.trace import Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge
+from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge, TierStats
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
 from lehr.engine.native.drafts import Drafter
@@ -31,10 +33,14 @@ from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.native.stops import extend_tail
+from lehr.engine.native.tiers.prefetch import Prefetcher
+from lehr.engine.native.tiers.store import Tiers
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
 
 _SLICE_TOKENS = 320
+PAUSE_S = 0.005
+"""How long a step with nothing to compute waits for a load: callers are answered between steps."""
 
 FIRST = Version(0, 0)
 """The version of weights that nobody named."""
@@ -68,12 +74,15 @@ class NativeEngine:
         self._int8 = self.config.kv_dtype == "int8"
         kept_in = torch.int8 if self._int8 else self.dtype
         blocks = max(1, self.config.cache_tokens // BLOCK)
+        pool = BlockPool(self.model_config, blocks, kept_in)
+        self._tiers = self._open_tiers(pool)
         self._scheduler = Scheduler(
-            BlockPool(self.model_config, blocks, kept_in),
+            pool,
             Rows(self.model_config, kept_in),
             self._root(version),
             max_running=self.config.max_running,
             token_budget=self.config.token_budget,
+            prefetcher=self._tiers,
         )
         self._ids = itertools.count(1)
         self._prompt_tokens = self._cached_tokens = self._own_tokens = self._steps = 0
@@ -84,6 +93,21 @@ class NativeEngine:
     def _use(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._fused = FusedForward(decoder, self._kernels) if self._kernels else None
+
+    def _open_tiers(self, pool: BlockPool) -> Prefetcher | None:
+        config = self.config
+        if not config.tier_memory_bytes and not config.tier_disk_bytes:
+            return None
+        folder = Path(config.tier_folder).expanduser() if config.tier_folder else None
+        if config.tier_disk_bytes and folder is None:
+            raise ConfigError(
+                f"tier_disk_bytes is {config.tier_disk_bytes}, and tier_folder is not set",
+                expected="a folder for the files, on a fast local disk",
+            )
+        item_bytes = 1 if self._int8 else self.dtype.itemsize
+        return Prefetcher(
+            pool, Tiers(config.tier_memory_bytes, config.tier_disk_bytes, folder, item_bytes)
+        )
 
     def _root(self, version: Version) -> bytes:
         return root(version, self.dtype, "int8" if self._int8 else "exact")
@@ -153,12 +177,16 @@ class NativeEngine:
         started = time.perf_counter()
         pieces = self._scheduler.plan()
         if not pieces:
+            if self._tiers is not None:
+                self._tiers.wait(PAUSE_S)
             return []
         pieces = _in_row_order(pieces)
         done = self._finish(pieces, self._forward(pieces))
         self._steps += 1
         self.computed_tokens += sum(p.rows for p in pieces)
-        self._busy_s += time.perf_counter() - started
+        spent = time.perf_counter() - started
+        self._busy_s += spent
+        self._measure(pieces, spent)
         pool = self._scheduler.pool
         if pool.free + pool.cached + pool.held != pool.total:
             raise EngineError(
@@ -166,6 +194,12 @@ class NativeEngine:
                 expected=f"{pool.total} in all",
             )
         return done
+
+    def _measure(self, pieces: list[Piece], seconds: float) -> None:
+        """Note how fast prompts are computed, in steps that do little else."""
+        prompts = sum(p.count for p in pieces if p.count > 1)
+        if self._tiers is not None and prompts > max(BLOCK, sum(p.rows for p in pieces) // 2):
+            self._tiers.choice.compute.note(prompts, seconds)
 
     def _forward(self, pieces: list[Piece]) -> torch.Tensor:
         """Compute the pieces; return the hidden states of each one's last token and its draft, ``[N, D]``."""
@@ -332,6 +366,8 @@ class NativeEngine:
     def stats(self) -> EngineStats:
         """Return a snapshot."""
         s = self._scheduler
+        if self._tiers is not None:
+            self._tiers.settle()
         return EngineStats(
             version=self.version,
             running=len(s.running),
@@ -347,7 +383,13 @@ class NativeEngine:
             steps=self._steps,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
+            tiers=self._tiers.stats() if self._tiers is not None else TierStats(),
         )
+
+    def close(self) -> None:
+        """End the threads of the slower tiers and remove their files. Idempotent."""
+        if self._tiers is not None:
+            self._tiers.close()
 
 
 def _slices(pieces: list[Piece]) -> list[list[Piece]]:

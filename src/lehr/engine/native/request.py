@@ -15,6 +15,7 @@ from lehr.core.errors import LehrError
 from lehr.core.trace import Completion, KvPolicy, Sampling, StopReason
 from lehr.engine.native.drafts import DraftSource
 from lehr.engine.native.rows import Slot
+from lehr.engine.native.tiers.prefetch import Load
 
 
 @dataclass(eq=False, slots=True)
@@ -23,6 +24,7 @@ class Request:
 
     computed: leading tokens whose keys and values are in ``slot``. blocks: of the pool, in order.
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
+    load: what is on its way from a slower tier while it waits.
     kept: whether keys and values of another weight version are in use. int8: whether they are quantised.
     """
 
@@ -44,6 +46,7 @@ class Request:
     waits_for: bytes | None = None
     kept: bool = False
     int8: bool = False
+    load: Load | None = None
     ever_kept: bool = False
     cached_tokens: int = 0
     drafter: DraftSource | None = None
