@@ -23,6 +23,8 @@ from lehr.model.config import ModelConfig
 
 BLOCK = 8
 """Tokens per block."""
+TOGETHER = 32
+"""Blocks that are copied by one operation."""
 
 
 def root(version: Version, dtype: torch.dtype, policy: KvPolicy = "exact") -> bytes:
@@ -134,6 +136,14 @@ class BlockPool:
     def load(self, block: int, slot: Slot, start: int, count: int = BLOCK) -> None:
         """Copy the first ``count`` tokens of a block into a working row."""
         slot.lane.kv[:, :, slot.row, :, start : start + count] = self.kv[:, :, block, :, :count]
+
+    def load_whole(self, blocks: Sequence[int], slot: Slot) -> None:
+        """Copy whole blocks, one after another, to the beginning of a working row."""
+        row = slot.lane.kv[:, :, slot.row]
+        for first in range(0, len(blocks), TOGETHER):
+            some = torch.tensor(blocks[first : first + TOGETHER])
+            part = row[:, :, :, first * BLOCK : (first + len(some)) * BLOCK]
+            part.unflatten(3, (-1, BLOCK)).copy_(self.kv[:, :, some].transpose(2, 3))
 
     def find(self, name: bytes) -> int | None:
         """Return the block that is published under ``name``."""

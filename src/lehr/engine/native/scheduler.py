@@ -188,8 +188,7 @@ class Scheduler:
                 self.pool.release(block)
             return False
         request.slot = self.rows.take(request.longest)
-        for i, block in enumerate(match.blocks):
-            self.pool.load(block, request.slot, i * BLOCK)
+        self.pool.load_whole(match.blocks, request.slot)
         whole = len(match.blocks) * BLOCK
         if match.part_tokens:
             self.pool.load(match.part, request.slot, whole, match.part_tokens)

@@ -22,7 +22,8 @@ from lehr.core.errors import LehrError
 
 LEVEL = 1
 WORTH = 0.95
-"""A plane that does not get smaller than this share of itself stays as it is."""
+"""A plane whose first part does not get smaller than this share of itself stays as it is."""
+PROBE = 4096
 DIGEST = 16
 _own = threading.local()
 
@@ -40,8 +41,7 @@ def pack(name: bytes, raw: Bytes, item_bytes: int) -> bytes:
     planes: list[bytes] = []
     for plane in raw.reshape(-1, item_bytes).T:
         plain = np.ascontiguousarray(plane)
-        small = _compressor().compress(plain)
-        planes.append(small if len(small) < WORTH * len(plain) else plain.tobytes())
+        planes.append(_smaller(plain))
     sizes = np.array([len(p) for p in planes], "<u4").tobytes()
     body = b"".join([sizes, *planes])
     return _digest(name, body) + body
@@ -62,6 +62,16 @@ def unpack(name: bytes, packed: bytes | memoryview, raw_bytes: int, item_bytes: 
         raw[:, number] = np.frombuffer(_plane(body[at : at + size], size, length), np.uint8)
         at += size
     return raw.reshape(-1)
+
+
+def _smaller(plane: Bytes) -> bytes:
+    """Return a plane compressed, or as it is where that does not pay, which a part of it tells."""
+    probe = plane[: max(PROBE, len(plane) // 16)]
+    if len(_compressor().compress(probe)) < WORTH * len(probe):
+        small = _compressor().compress(plane)
+        if len(small) < len(plane):
+            return small
+    return plane.tobytes()
 
 
 def _plane(part: memoryview, size: int, length: int) -> Any:
