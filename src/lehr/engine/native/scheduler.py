@@ -84,8 +84,8 @@ class Scheduler:
             if budget > 0 and request.slot is not None and request.remaining > 1:
                 pieces.append(Piece(request, min(request.remaining, budget)))
                 budget -= pieces[-1].count
-        self._admit(pieces, budget)
-        self._look_ahead()
+        if self._admit(pieces, budget):
+            self._look_ahead()
         return pieces
 
     def _draft(self, request: Request, room: int) -> tuple[int, ...]:
@@ -98,17 +98,19 @@ class Scheduler:
             request.blocks.append(self.pool.allot())
         return drafted[: len(request.blocks) * BLOCK - len(request.tokens)]
 
-    def _admit(self, pieces: list[Piece], budget: int) -> None:
+    def _admit(self, pieces: list[Piece], budget: int) -> bool:
+        """Let requests join in their order. Return False where one lacked blocks: then none are to be had."""
         for request in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_running:
-                return
+                return True
             if self._is_being_computed(request) or self._is_loading(request):
                 continue
             if not self._join(request):
-                return
+                return False
             self.waiting.remove(request)
             pieces.append(Piece(request, min(request.remaining, budget)))
             budget -= pieces[-1].count
+        return True
 
     def _look_ahead(self) -> None:
         """Begin to load what the next requests in line will need."""
@@ -138,12 +140,13 @@ class Scheduler:
             request.load = None
 
     def _yield_blocks(self) -> bool:
-        """Take blocks back from loads whose requests still wait, the last in line first. Return whether any
-        block became available.
+        """Take blocks back from what was loaded for requests that still wait, the last in line first. Return
+        whether any became available. A load that is under way is left to end: it would be begun again.
         """
         before = self.pool.available
         for request in reversed(self.waiting):
-            self._end_load(request)
+            if self.prefetcher is not None and request.load is not None and request.load.over:
+                self._end_load(request)
             if self.pool.available > before:
                 return True
         return False
