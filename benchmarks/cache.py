@@ -1,17 +1,17 @@
 """Benchmarks of the cache of keys and values.
 
-``engine.kv_int8.memory``: bytes per token as int8 beside bfloat16; better by the ratio. The mean |Δ log p| of a text
-is printed beside it, in float32, so that quantisation is all that differs.
+``engine.kv_int8.memory``: bytes per token as int8 beside bfloat16; better by the ratio. The mean |Δ log p| of
+a text is printed beside it, in float32, so that quantisation is all that differs.
 
-``engine.tier.speedup``: ``BENCH_SESSIONS`` (50) idle sessions of 4,000 tokens whose keys and values went to disk get
-a next turn of 16 tokens; the seconds to its first token, beside those that computing the 4,000 tokens took when the
-sessions began. The files are written out and dropped from the page cache before, where the system allows it.
+``engine.tier.speedup``: ``BENCH_SESSIONS`` (50) idle sessions of 4,000 tokens whose keys and values went to
+disk get a next turn of 16 tokens; the seconds to its first token, beside those that computing the 4,000 tokens
+took when the sessions began. The files are written out and dropped from the page cache before, where the
+system allows it.
 
-``engine.prefix.hit_rate``, ``engine.prefix.speedup``: an agent's conversation of 10 turns, 16 members at once, behind
-2,000 tokens of system prompt. The share of the prompt tokens found in the cache, beside the share that was there to
-be found; and the seconds, beside those of ``BENCH_MEMBERS`` (2) members on an engine whose cache is emptied before
-each turn, times 16 / ``BENCH_MEMBERS``.
-"""
+``engine.prefix.hit_rate``, ``engine.prefix.speedup``: an agent's conversation of 10 turns, 16 members at once,
+behind 2,000 tokens of system prompt. The share of the prompt tokens found in the cache, beside the share that
+was there to be found; and the seconds, beside those of ``BENCH_MEMBERS`` (2) members on an engine whose cache
+is emptied before each turn, times 16 / ``BENCH_MEMBERS``. """
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def _int8(folder: Path, text: list[int]) -> Row:
 
     exact, rounded = (_log_probabilities(folder, text[:SCORED_TOKENS], t) for t in (torch.float32, torch.int8))
     difference = (exact - rounded).abs()
-    _say(f"|Δ log p| over {len(difference)} tokens of text: mean {difference.mean():.4f}, max {difference.max():.3f}")
+    _say(
+        f"|Δ log p| over {len(difference)} tokens of text: mean {difference.mean():.4f}, max
+        {difference.max():.3f}"
+    )
     config = load_config(folder)
     mine, theirs = (token_bytes(config, t) for t in (torch.int8, torch.bfloat16))
     _say(f"{mine / theirs:.3f} of bfloat16's bytes, scales included")
@@ -122,9 +125,7 @@ def _first_token(engine: Any, prompt: list[int]) -> tuple[float, int]:
 
 def _tiers(folder: Path, text: list[int]) -> Row:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
-        engine = _engine(
-            folder, cache_tokens=SESSION_TOKENS + 256, tier_disk_bytes=64 << 30, tier_folder=place
-        )
+        engine = _engine(folder, cache_tokens=SESSION_TOKENS + 256, tier_disk_bytes=64 << 30, tier_folder=place)
         try:
             return _resumed(engine, Path(place), text)
         finally:

@@ -61,7 +61,12 @@ def test_any_interleaving_is_exact(actions: list[tuple[str, int, int]], cache: i
 def test_any_interleaving_with_tiers_is_exact(actions: list[tuple[str, int, int]], cache: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = NativeConfig(
-            max_running=4, token_budget=64, cache_tokens=cache, dtype="float32", tier_folder=folder, **TINY_TIERS
+            max_running=4,
+            token_budget=64,
+            cache_tokens=cache,
+            dtype="float32",
+            tier_folder=folder,
+            **TINY_TIERS,
         )
         check(actions, config, longer=4)
 
@@ -86,9 +91,7 @@ def check(actions: list[tuple[str, int, int]], config: NativeConfig, longer: int
 
 
 @torch.inference_mode()
-def run(
-    engine: NativeEngine, actions: list[tuple[str, int, int]], longer: int
-) -> tuple[list[Request], int]:
+def run(engine: NativeEngine, actions: list[tuple[str, int, int]], longer: int) -> tuple[list[Request], int]:
     """Return the requests, all finished, and how often the weights were swapped."""
     submitted: list[Request] = []
     version = 0

@@ -9,6 +9,8 @@ import numpy as np
 
 from lehr.core.trace import Completion, KvPolicy, Sampling, Segment
 
+_POLICIES: tuple[KvPolicy, ...] = get_args(KvPolicy)
+
 
 class SegmentBuilder:
     """Grows one segment over the turns of an episode.
@@ -61,4 +63,4 @@ class SegmentBuilder:
 
 
 def _least_exact(policies: Iterable[KvPolicy]) -> KvPolicy:
-    return max(policies, key=get_args(KvPolicy).index, default="exact")
+    return max(policies, key=_POLICIES.index, default="exact")

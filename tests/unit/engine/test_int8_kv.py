@@ -25,7 +25,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.mark.parametrize("size", [16, 24, 64, 128])
 def test_a_stored_vector_is_near_by_half_a_step(size: int) -> None:
-    x = torch.randn(5, 3, size, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.01, 1, 300])[:, None]
+    x = (
+        torch.randn(5, 3, size, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([0.01, 1, 300])[:, None]
+    )
     kept = store(x, torch.int8)
     assert kept.shape == (5, 3, stored_width(size, torch.int8)) and kept.dtype is torch.int8
     step = x.abs().amax(-1, keepdim=True) / 127
@@ -94,7 +97,10 @@ def test_e20_the_policy_is_in_the_trace(bench: Any) -> None:
     bench.swap(engine, seed=2)
     bench.run(engine, across)
     exact = bench.engine().submit([1], Sampling(max_tokens=0)).completion()
-    assert (before.completion().kv_policy, across.completion().kv_policy) == ("int8", "int8_kept_across_versions")
+    assert (before.completion().kv_policy, across.completion().kv_policy) == (
+        "int8",
+        "int8_kept_across_versions",
+    )
     for order in ((across, before), (before, across)):
         builder = SegmentBuilder(Sampling())
         for request in order:

@@ -159,7 +159,10 @@ def test_a_tier_is_used_only_where_it_is_faster() -> None:
     assert choice.loading_pays(1000, {"disk": 1000}), "what was never measured is tried"
     choice.compute.note(1000, 1.0)
     choice.load["disk"].note(1000, 3.0)
-    assert [choice.loading_pays(1000, {"disk": 1000}) for _ in range(AGAIN + 2)] == [False] * AGAIN + [True, False]
+    assert [choice.loading_pays(1000, {"disk": 1000}) for _ in range(AGAIN + 2)] == [False] * AGAIN + [
+        True,
+        False,
+    ]
     for _ in range(20):
         choice.load["disk"].note(1000, 0.1)
     assert choice.loading_pays(1000, {"disk": 1000}) and choice.refused == AGAIN + 1

@@ -105,9 +105,7 @@ class NativeEngine:
                 expected="a folder for the files, on a fast local disk",
             )
         item_bytes = 1 if self._int8 else self.dtype.itemsize
-        return Prefetcher(
-            pool, Tiers(config.tier_memory_bytes, config.tier_disk_bytes, folder, item_bytes)
-        )
+        return Prefetcher(pool, Tiers(config.tier_memory_bytes, config.tier_disk_bytes, folder, item_bytes))
 
     def _root(self, version: Version) -> bytes:
         return root(version, self.dtype, "int8" if self._int8 else "exact")

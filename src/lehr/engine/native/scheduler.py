@@ -262,7 +262,9 @@ class Scheduler:
             del self._pending[name]
         lane = request.slot.lane
         lane.free(request.slot, lane.capacity)
-        for block in reversed(request.blocks):  # a prefix is of use without what follows, not the other way round
+        for block in reversed(
+            request.blocks
+        ):  # a prefix is of use without what follows, not the other way round
             self.pool.release(block)
         request.slot, request.blocks, request.computed, request.published = None, [], 0, 0
         request.kept = False
