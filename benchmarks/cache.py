@@ -11,7 +11,8 @@ system allows it.
 ``engine.prefix.hit_rate``, ``engine.prefix.speedup``: an agent's conversation of 10 turns, 16 members at once,
 behind 2,000 tokens of system prompt. The share of the prompt tokens found in the cache, beside the share that
 was there to be found; and the seconds, beside those of ``BENCH_MEMBERS`` (2) members on an engine whose cache
-is emptied before each turn, times 16 / ``BENCH_MEMBERS``. """
+is emptied before each turn, times 16 / ``BENCH_MEMBERS``.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +77,8 @@ def _int8(folder: Path, text: list[int]) -> Row:
 
     exact, rounded = (_log_probabilities(folder, text[:SCORED_TOKENS], t) for t in (torch.float32, torch.int8))
     difference = (exact - rounded).abs()
-    _say(
-        f"|Δ log p| over {len(difference)} tokens of text: mean {difference.mean():.4f}, max
-        {difference.max():.3f}"
-    )
+    mean, most = difference.mean(), difference.max()
+    _say(f"|Δ log p| over {len(difference)} tokens of text: mean {mean:.4f}, max {most:.3f}")
     config = load_config(folder)
     mine, theirs = (token_bytes(config, t) for t in (torch.int8, torch.bfloat16))
     _say(f"{mine / theirs:.3f} of bfloat16's bytes, scales included")

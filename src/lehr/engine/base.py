@@ -35,11 +35,12 @@ class RequestTooLarge(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What the slower tiers of the prefix cache hold and did. Counts since the engine began, but for the first three, which are bytes now. Blocks are the pool's.
+    """What the slower tiers of the prefix cache hold and did. Counts since the engine began, but for the first
+    three, which are bytes now. Blocks are the pool's.
 
-    stored_blocks: queued for the tiers. memory_hits, disk_hits: blocks loaded back. dropped: segments that are kept
-    no longer because queue or tiers were full. damaged: segments whose file was damaged or gone. chosen, refused:
-    how often loading was expected to be faster than computing, and how often not.
+    stored_blocks: queued for the tiers. memory_hits, disk_hits: blocks loaded back. dropped: segments that are
+    kept no longer because queue or tiers were full. damaged: segments whose file was damaged or gone. chosen,
+    refused: how often loading was expected to be faster than computing, and how often not.
     """
 
     queued_bytes: int = 0

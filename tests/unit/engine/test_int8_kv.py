@@ -76,7 +76,8 @@ def test_kernels_and_plain_operations_agree(dtype: torch.dtype, head_size: int, 
 
 
 def test_e20_log_probabilities_stay_near(bench: Any) -> None:
-    """Through chunks, single tokens, the cache and preemption. This random model is sharp: exact ones are off by 1e-5, broken ones by 1."""
+    """Through chunks, single tokens, the cache and preemption. This random model is sharp: exact ones are off
+    by 1e-5, broken ones by 1."""
     engine = bench.engine(kv_dtype="int8", cache_tokens=256, token_budget=32)
     requests = [engine.submit(bench.prompt(60, i), Sampling(max_tokens=40, seed=i)) for i in range(4)]
     bench.run(engine, *requests)

@@ -28,7 +28,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class Kernels:
-    """The compiled functions for one number format. They work on memory by address: see the ``.cpp`` files beside this one."""
+    """The compiled functions for one number format. They work on memory by address."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in ARGUMENTS.items():

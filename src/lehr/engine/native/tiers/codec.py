@@ -4,8 +4,8 @@ The bytes of a number are stored plane by plane: the first bytes of all, the sec
 the plane of signs and exponents few values occur, and zstd's entropy coder halves it; mantissas are noise and
 stay as they are. Of bfloat16 keys and values a quarter goes away.
 
-A packed segment is a digest (BLAKE2b, keyed by the segment's name), the size of each plane as packed (uint32, little
-endian), and the planes.
+A packed segment is a digest (BLAKE2b, keyed by the segment's name), the size of each plane as packed (uint32,
+little endian), and the planes.
 """
 
 from __future__ import annotations

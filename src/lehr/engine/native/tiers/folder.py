@@ -1,7 +1,7 @@
 """Files of segments, in a folder of this engine's own that nobody else may read.
 
-They hold a cache and nothing more: they go when the engine closes, and what a killed engine left is swept by the
-next one that starts in the same place. Files are read whole rather than mapped, because a mapped file that
+They hold a cache and nothing more: they go when the engine closes, and what a killed engine left is swept by
+the next one that starts in the same place. Files are read whole rather than mapped, because a mapped file that
 somebody truncates kills the process that touches it.
 """
 

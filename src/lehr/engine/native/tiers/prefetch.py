@@ -1,12 +1,12 @@
 """Moves blocks between the pool and the tiers.
 
-Down: requests note which blocks follow each other (:meth:`Prefetcher.note`), in segments that begin at multiples
-of ``SEGMENT`` blocks. When a block is about to be evicted, every segment that it belongs to is copied and queued,
-unless the tiers have it.
+Down: requests note which blocks follow each other (:meth:`Prefetcher.note`), in segments that begin at
+multiples of ``SEGMENT`` blocks. When a block is about to be evicted, every segment that it belongs to is
+copied and queued, unless the tiers have it.
 
-Up: when a request is queued, or has its turn, whose chain goes on in the tiers, blocks are allotted and a thread
-reads into them while decoding goes on. Until then the request is passed over. If the thread takes much longer than
-expected, or a segment turns out to be damaged, what is missing is computed.
+Up: when a request is queued, or has its turn, whose chain goes on in the tiers, blocks are allotted and a
+thread reads into them while decoding goes on. Until then the request is passed over. If the thread takes much
+longer than expected, or a segment turns out to be damaged, what is missing is computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SEGMENT = 16
 AT_ONCE = 2
 """Loads that are being read or wait to be, ahead of the requests whose turn it is."""
 LATE, LATE_S = 4.0, 2.0
-"""A load may take so many times what was expected, and so many seconds more, before its request goes on without."""
+"""A load may take so many times what was expected, and so many seconds more, before its request goes on
+without."""
 JOIN_S = 30.0
 
 

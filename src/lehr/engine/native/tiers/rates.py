@@ -37,7 +37,9 @@ class Choice:
         self._in_a_row = 0
 
     def loading_pays(self, tokens: int, tier_bytes: dict[str, int]) -> bool:
-        """Return whether ``tokens`` are had sooner from the tiers, of each of which so many bytes are needed."""
+        """Return whether ``tokens`` are had sooner from the tiers, of each of which so many bytes are
+        needed.
+        """
         computing = self.compute.time(tokens)
         loading = self.expected_s(tier_bytes)
         pays = computing is None or loading <= computing or self._in_a_row >= AGAIN

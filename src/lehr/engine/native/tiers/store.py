@@ -1,10 +1,10 @@
 """What is kept in which tier, and how it moves down.
 
-A segment is queued by the engine, packed by a thread into compressed memory, and written to a file when memory is
-over its bound; when the files are over theirs, those used longest ago go. The queue is bounded: what it has no
-room for is not kept, so the engine never waits. A segment can be read in every state: while it is queued from the
-bytes it was queued with, while it is being written from memory. A file counts only once it is whole, every read
-checks the checksum, and what fails is forgotten, logged and computed again.
+A segment is queued by the engine, packed by a thread into compressed memory, and written to a file when memory
+is over its bound; when the files are over theirs, those used longest ago go. The queue is bounded: what it has
+no room for is not kept, so the engine never waits. A segment can be read in every state: while it is queued
+from the bytes it was queued with, while it is being written from memory. A file counts only once it is whole,
+every read checks the checksum, and what fails is forgotten, logged and computed again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Tiers:
             return True
 
     def read(self, name: bytes) -> tuple[Tier, Bytes] | None:
-        """Return a segment's bytes and where they came from; None if it is not there, or not as it was stored."""
+        """Return a segment's bytes and where they came from; None if it is not there, or not as it was
+        stored.
+        """
         with self._changed:
             entry = self._entry(name)
             if entry is None:
