@@ -5,6 +5,7 @@
 #   make check                  format, lint, types, import layers
 #   make bench [NAME=engine]    benchmarks, beside a peer
 #   make soak [LEASES=10000]    leases with random faults, and a count of what is left behind
+#   make soak-engine [REQUESTS=30000]  requests of random sizes with cancels; memory must stay flat
 #   make mutants                breaks the code on purpose; each break must fail its test
 #   make fetch                  the default model, converted and cached
 #   make lock                   pin the newest versions that pyproject.toml allows
@@ -18,7 +19,7 @@ RUN := $(VENV)/bin/python -m
 READY := $(VENV)/.ready
 WORKERS := 2
 
-.PHONY: help setup quickstart test check bench soak mutants fetch lock clean
+.PHONY: help setup quickstart test check bench soak soak-engine mutants fetch lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -46,6 +47,9 @@ bench: $(READY)
 
 soak: $(READY)
 	$(VENV)/bin/python tests/soak/leases.py $(LEASES)
+
+soak-engine: $(READY)
+	$(VENV)/bin/python tests/soak/engine.py $(REQUESTS)
 
 mutants: $(READY)
 	$(VENV)/bin/python tests/mutants/run.py $(ARGS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -17,6 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.row import Row
+
+from lehr.core.threads import share_cores
 
 HERE = Path(__file__).parent
 LATEST = HERE / "latest.json"
@@ -52,6 +55,7 @@ def main(argv: list[str]) -> int:
             f"error: no benchmark {unknown[0]!r}\n  expected one of {', '.join(known)} or all", file=sys.stderr
         )
         return 2
+    share_cores(os.environ)  # for both sides
     rows = measure(chosen)
     LATEST.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     print(f"wrote {LATEST.relative_to(Path.cwd()) if LATEST.is_relative_to(Path.cwd()) else LATEST}")

@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from lehr.core.threads import share_cores
+
+share_cores(os.environ)
+"""Test processes run side by side: before any of them loads torch."""
+
 ELSEWHERE = "other host: "
 """A skip whose reason starts like this is also accepted in CI: what is tested exists on other kernels only."""
 

@@ -25,6 +25,7 @@ from lehr import __version__
 from lehr.app.boundary import report_error
 from lehr.app.session import Session
 from lehr.app.stopping import heed_requests_to_stop
+from lehr.core.threads import share_cores
 
 
 class Entry(NamedTuple):
@@ -120,6 +121,7 @@ def run(argv: Sequence[str] | None = None, session: Session | None = None) -> in
 
 def main() -> None:
     """Run the program and exit with its status."""
+    share_cores(os.environ)
     session = Session()
     heed_requests_to_stop(session)
     sys.exit(run(session=session))

@@ -24,6 +24,7 @@ from typing import Any
 from lehr.cluster.base import Event, Role
 from lehr.cluster.child import Start
 from lehr.core.errors import ConfigError, LehrError, OutOfSpace, RoleLost
+from lehr.core.threads import share_cores
 from lehr.wire.codec import encode
 from lehr.wire.home import Home, Peer
 from lehr.wire.message import Bye
@@ -164,6 +165,7 @@ class LocalCluster:
     async def _spawn(self, role: Role, log: Path) -> asyncio.subprocess.Process:
         environment = dict(os.environ)
         environment.update(dict.fromkeys(_THREAD_VARIABLES, str(role.threads)))
+        share_cores(environment)
         environment["PYTHONUNBUFFERED"] = "1"
         with log.open("ab") as out:
             out.write(f"--- {role.name} started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())

@@ -32,6 +32,7 @@ from lehr.engine.native.weights import load_published
 from lehr.model.chat import ChatRenderer
 from lehr.model.checkpoint import load_decoder
 from lehr.model.dtype import compute_dtype
+from lehr.model.fetch import locate
 from lehr.model.tokenizer import load_tokenizer
 
 T = TypeVar("T")
@@ -119,7 +120,9 @@ class LocalEngine:
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
         native = self._native
-        decoder = await asyncio.to_thread(load_published, manifest, native.model_config, native.dtype)
+        decoder = await asyncio.to_thread(
+            load_published, manifest, native.model_config, native.dtype, native.config.weights
+        )
         await self._between_steps(lambda: native.offer(manifest.version, decoder))
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
@@ -252,7 +255,13 @@ def open_engine(folder: Path, config: NativeConfig | None = None, version: Versi
     """Return an engine on the model in ``folder``, whose stop tokens and tokenizer it takes from there."""
     config = config or NativeConfig()
     tokenizer = load_tokenizer(folder)
-    decoder = load_decoder(folder, compute_dtype(config.dtype))
+    dtype = compute_dtype(config.dtype)
+    decoder = load_decoder(folder, dtype)
     stop_ids = {*ChatRenderer(tokenizer).stop_ids, *decoder.config.eos_ids}
-    native = NativeEngine(decoder, config=config, tokenizer=tokenizer, stop_ids=stop_ids, version=version)
+    draft = (
+        load_decoder(locate(config.draft_model), compute_dtype(config.dtype)) if config.draft_model else None
+    )
+    native = NativeEngine(
+        decoder, config=config, tokenizer=tokenizer, stop_ids=stop_ids, version=version, draft=draft
+    )
     return LocalEngine(native)

@@ -12,6 +12,7 @@ from lehr.core.errors import ConfigError
 from lehr.core.reward import Invalid, Reward
 from lehr.core.task import Split
 from lehr.domains.catalogue import match_domains, open_domain
+from lehr.engine.native.settings import NativeConfig
 from lehr.evals.stats import wilson
 from lehr.evals.suite import Result, Suite, run_suite
 from lehr.pipeline.models import locate_model, require_model
@@ -44,6 +45,7 @@ def evaluate_model(
     seed: int = 0,
     concurrency: int = 80,
     domain_paths: Sequence[Path | str] = (),
+    engine: NativeConfig | None = None,
     observer: Observer | None = None,
 ) -> list[Row]:
     """Return a row per domain for one greedy attempt at each of its first ``count`` tasks.
@@ -66,7 +68,7 @@ def evaluate_model(
     for domain in opened.values():
         domain.make_ready(observer.note)
     folder = locate_model(model, observer)
-    results = asyncio.run(_measure(folder, Suite(opened, split, count, seed), concurrency, observer))
+    results = asyncio.run(_measure(folder, Suite(opened, split, count, seed), concurrency, engine, observer))
     return [_row(name, [r for r in results if r.domain == name]) for name in opened]
 
 
@@ -82,10 +84,12 @@ def _cause(reward: Reward) -> str:
     return f"{reward.reason}: {reward.detail}" if isinstance(reward, Invalid) else "not judged"
 
 
-async def _measure(model: Path, suite: Suite, concurrency: int, observer: Observer) -> list[Result]:
+async def _measure(
+    model: Path, suite: Suite, concurrency: int, engine: NativeConfig | None, observer: Observer
+) -> list[Result]:
     total = len(suite.cells())
     observer.stage("start", None, "engine")
-    async with open_sampler(model) as sampler:
+    async with open_sampler(model, engine=engine) as sampler:
         observer.stage("measure", total, "tasks")
         finished = passed = 0
 

@@ -63,4 +63,4 @@ class SegmentBuilder:
 
 
 def _least_exact(policies: Iterable[KvPolicy]) -> KvPolicy:
-    return max(policies, key=_POLICIES.index, default="exact")
+    return max((_POLICIES[0], *policies), key=_POLICIES.index)

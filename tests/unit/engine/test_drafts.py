@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
+from lehr.core.errors import ConfigError
 from lehr.core.trace import Sampling
-from lehr.engine.native.drafts import FIRST_WIDTH, PATIENCE, Drafter
+from lehr.engine.native.drafts import FIRST_WIDTH, PATIENCE, Drafter, Width
+from lehr.engine.native.engine import NativeConfig, NativeEngine
 from lehr.engine.native.request import Request
+from lehr.model.tiny import random_decoder, tiny_config
+from lehr.model.tokenizer import ByteTokenizer
 
 PERIOD = [10, 11, 12, 13, 14, 15]
 SAMPLES = 1600
@@ -19,19 +24,21 @@ SAMPLES = 1600
 
 def test_a_draft_is_what_followed_the_longest_run_last_time() -> None:
     text = [1, 2, 3, 9, 1, 2, 3]
-    assert Drafter(text, 8).draft(3) == [9, 1, 2]
-    assert Drafter([*text, 3], 8).draft(3) == []
-    assert Drafter([5, 2, 3, 7, 4, 2, 3, 8, 5, 2, 3], 8).draft(1) == [7], "three tokens tell more than two"
+    assert Drafter(text, Width(8)).draft(3) == [9, 1, 2]
+    assert Drafter([*text, 3], Width(8)).draft(3) == []
+    assert Drafter([5, 2, 3, 7, 4, 2, 3, 8, 5, 2, 3], Width(8)).draft(1) == [7], (
+        "three tokens tell more than two"
+    )
 
 
 def test_a_draft_follows_a_text_that_repeats_itself_beyond_its_end() -> None:
-    assert Drafter([7, 7, 7], 8).draft(4) == [7, 7, 7, 7]
-    assert Drafter([*PERIOD, *PERIOD[:2]], 64, width=64).draft(8) == [12, 13, 14, 15, 10, 11, 12, 13]
+    assert Drafter([7, 7, 7], Width(8)).draft(4) == [7, 7, 7, 7]
+    assert Drafter([*PERIOD, *PERIOD[:2]], Width(64, 64)).draft(8) == [12, 13, 14, 15, 10, 11, 12, 13]
 
 
 def test_drafts_grow_while_accepted_and_cease_where_wrong() -> None:
     text = [*PERIOD, *PERIOD]
-    drafter = Drafter(text, 16)
+    drafter = Drafter(text, Width(16))
     assert len(drafter.draft(64)) == FIRST_WIDTH
     drafter.learn(FIRST_WIDTH, FIRST_WIDTH)
     assert len(drafter.draft(64)) == 2 * FIRST_WIDTH
@@ -55,6 +62,9 @@ class Oracle:
 
     def learn(self, drafted: int, accepted: int) -> None:
         self.learnt.append((drafted, accepted))
+
+    def close(self) -> None:
+        pass
 
 
 def plain(bench: Any, prompt: list[int], sampling: Sampling, **settings: Any) -> Request:
@@ -207,3 +217,44 @@ def test_drafts_keep_the_distribution(bench: Any) -> None:
     chi = sum((a - b) ** 2 / (a + b) for a, b in pairs)
     degrees = len(pairs) - 1
     assert degrees >= 4 and chi < degrees + 4 * (2 * degrees) ** 0.5, (chi, degrees)
+
+
+def with_draft_model(bench: Any, seed: int, **settings: Any) -> NativeEngine:
+    config = NativeConfig(token_budget=64, max_running=8, cache_tokens=4096, draft_tokens=6, **settings)
+    return NativeEngine(bench.decoder(), config=config, tokenizer=ByteTokenizer(), draft=bench.decoder(seed))
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_model_that_drafts_for_itself_is_always_right(bench: Any, sampling: Sampling, kernels: bool) -> None:
+    prompt = bench.prompt(30)
+    one = plain(bench, prompt, sampling)
+    engine = with_draft_model(bench, seed=1, kernels=kernels)
+    other = engine.submit(prompt, sampling)
+    bench.run(engine, other)
+    assert other.tokens == one.tokens and bench.agrees(other)
+    stats = engine.stats()
+    assert stats.accepted_tokens >= 0.9 * stats.drafted_tokens > 30
+    assert stats.steps < 25
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_another_draft_model_changes_the_number_of_steps_alone(bench: Any, sampling: Sampling) -> None:
+    prompts = [bench.prompt(length, 3) for length in (5, 30, 70)]
+    whole = [plain(bench, prompt, sampling).tokens for prompt in prompts]
+    engine = with_draft_model(bench, seed=2)
+    requests = [engine.submit(prompt, sampling) for prompt in prompts]
+    gone = engine.submit(bench.prompt(20), sampling)
+    bench.run(engine, *requests, gone, after_step=lambda n: engine.cancel(gone) if n == 9 else None)
+    assert [r.tokens for r in requests] == whole
+    assert engine.stats().drafted_tokens > 0
+    assert engine._draft is not None
+    assert not any(lane.slots for lane in engine._draft.rows.lanes.values()), "rows of the draft model are free"
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(bench: Any) -> None:
+    other = random_decoder(tiny_config(vocab_size=300, num_layers=1))
+    with pytest.raises(ConfigError, match="300 tokens and the model 264"):
+        NativeEngine(bench.decoder(), config=NativeConfig(draft_tokens=2), draft=other)
+    with pytest.raises(ValidationError, match="needs draft_tokens"):
+        NativeConfig(draft_model="smollm2-135m")

@@ -23,10 +23,17 @@ from lehr.core.task import Split
     show_default=True,
     help="Which tasks.",
 )
+@click.option("--fast", "is_fast", is_flag=True, help="Measure the fast variant, as lehr serve --fast has it.")
 @IN
 @json_option
 def eval_(
-    domains: tuple[str, ...], model: str, count: int, split: Split, folders: tuple[Path, ...], as_json: bool
+    domains: tuple[str, ...],
+    model: str,
+    count: int,
+    split: Split,
+    is_fast: bool,
+    folders: tuple[Path, ...],
+    as_json: bool,
 ) -> int:
     """Measure a model on domains: one greedy attempt at each task.
 
@@ -38,12 +45,19 @@ def eval_(
     from lehr.app.preflight import require_fit_host
     from lehr.app.progress import progress
     from lehr.app.tables import console, show
+    from lehr.engine.native.settings import NativeConfig, fast
     from lehr.pipeline.evaluate import evaluate_model
 
     require_fit_host()
     with progress(console(stderr=True)) as observer:
         found = evaluate_model(
-            model, domains, split=split, count=count, domain_paths=folders, observer=observer
+            model,
+            domains,
+            split=split,
+            count=count,
+            domain_paths=folders,
+            observer=observer,
+            engine=fast(NativeConfig()) if is_fast else None,
         )
     rows = [asdict(row) | {"rate": row.passed / row.n if row.n else None} for row in found]
     nothing = not any(row.n for row in found)

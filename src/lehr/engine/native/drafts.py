@@ -7,7 +7,7 @@ plain sampling, whatever was drafted: only the number of steps changes. (Leviath
 probability min(1, p/q); for a draft that is certain, q = 1, that is the same probability.)
 
 Drafts are looked up in the request's own text (Saxena 2023, "prompt lookup decoding"): what followed the
-last few tokens the last time they occurred.
+last few tokens the last time they occurred. Or a smaller model writes them: see ``draft_model``.
 """
 
 from __future__ import annotations
@@ -34,24 +34,38 @@ class DraftSource(Protocol):
         """Take note of how much of the last draft was accepted."""
         ...
 
+    def close(self) -> None:
+        """Free what is held for the request, which has ended."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Width:
+    """How many tokens are drafted at once: doubles while all of them are accepted, and falls with the first
+    that is not, so that text that cannot be foreseen costs next to nothing.
+    """
+
+    most: int
+    now: int = FIRST_WIDTH
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Take note of how much of the last draft was accepted."""
+        self.now = min(2 * self.now, self.most) if accepted == drafted else max(1, min(self.now, accepted + 1))
+
 
 @dataclass(eq=False, slots=True)
 class Drafter:
-    """Looks drafts up in the request's text. The number drafted doubles while all of them are accepted, and
-    falls with the first that is not, so that text without repetition costs next to nothing. ``tokens`` is the
-    request's own list, which grows.
-    """
+    """Looks drafts up in the request's text. ``tokens`` is the request's own list, which grows."""
 
     tokens: Sequence[int]
-    most: int
-    width: int = FIRST_WIDTH
+    width: Width
     _seen: int = 0
     _again: int = 0
     _after: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
 
     def draft(self, room: int) -> list[int]:
         """Return up to ``room`` tokens that may follow ``tokens``; often none."""
-        room = min(room, self.most, self.width)
+        room = min(room, self.width.most, self.width.now)
         length = len(self.tokens)
         if room < 1 or length < self._again:
             return []
@@ -64,12 +78,12 @@ class Drafter:
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Take note of how much of the last draft was accepted."""
-        if accepted == drafted:
-            self.width = min(2 * self.width, self.most)
-        else:
-            self.width = max(1, min(self.width, accepted + 1))
-            if accepted == 0:
-                self._again = len(self.tokens) + PATIENCE
+        self.width.learn(drafted, accepted)
+        if accepted == 0:
+            self._again = len(self.tokens) + PATIENCE
+
+    def close(self) -> None:
+        """Do nothing: a lookup holds nothing but its notes."""
 
     def _read(self, length: int) -> None:
         """Note what follows every run of tokens, but for the run that ends the text."""

@@ -22,10 +22,10 @@ from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge, TierStats
 from lehr.engine.native.attention import Span, StepAttention
 from lehr.engine.native.cache import BLOCK, BlockPool, root
-from lehr.engine.native.drafts import Drafter
+from lehr.engine.native.draft_model import DraftModel
+from lehr.engine.native.drafts import Drafter, Width
 from lehr.engine.native.fused import FusedForward, short
 from lehr.engine.native.kernels.load import kernels_for
-from lehr.engine.native.packing import pack
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
 from lehr.engine.native.sampler import Drawn, draw, draw_whole, filters, uniform
@@ -35,6 +35,7 @@ from lehr.engine.native.settings import NativeConfig
 from lehr.engine.native.stops import extend_tail
 from lehr.engine.native.tiers.prefetch import Prefetcher
 from lehr.engine.native.tiers.store import Tiers
+from lehr.engine.native.weights import prepared
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
 
@@ -51,6 +52,7 @@ class NativeEngine:
 
     stop_ids: tokens that end a completion; none means that only length and stop strings do.
     tokenizer: needed for stop strings only.
+    draft: a smaller model that drafts, taken over as well; it needs ``draft_tokens``.
     """
 
     def __init__(
@@ -61,13 +63,15 @@ class NativeEngine:
         tokenizer: Tokenizer | None = None,
         stop_ids: Iterable[int] = (),
         version: Version = FIRST,
+        draft: Decoder | None = None,
     ) -> None:
         self.config = config or NativeConfig()
         self.model_config = decoder.config
         self.dtype = decoder.embed.weight.dtype
         self.version = version
         self._kernels = kernels_for(self.dtype) if self.config.kernels else None
-        self._use(pack(decoder))
+        self._use(prepared(decoder, self.config.weights))
+        self._draft = DraftModel(draft, decoder.config, kernels=self.config.kernels) if draft else None
         self._fetched: dict[Version, Decoder] = {}
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
@@ -122,7 +126,11 @@ class NativeEngine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session, int8=self._int8)
         if self.config.draft_tokens:
-            request.drafter = Drafter(request.tokens, self.config.draft_tokens)
+            most = self.config.draft_tokens
+            if self._draft:
+                request.drafter = self._draft.source(request, most)
+            else:
+                request.drafter = Drafter(request.tokens, Width(most))
         self._prompt_tokens += len(prompt)
         if sampling.max_tokens == 0:
             request.stop = "length"
@@ -162,8 +170,13 @@ class NativeEngine:
     def cancel(self, request: Request) -> None:
         """End a request with what it has; its blocks are free at once. A finished one stays as it is."""
         if not request.finished:
-            self._scheduler.drop(request)
+            self._drop(request)
             request.stop = "abort"
+
+    def _drop(self, request: Request) -> None:
+        self._scheduler.drop(request)
+        if request.drafter:
+            request.drafter.close()
 
     def live(self) -> list[Request]:
         """Return every request that is not finished."""
@@ -261,7 +274,7 @@ class NativeEngine:
             if piece.request.own == 0:
                 self._cached_tokens += piece.request.cached_tokens
             if self._take(piece, drawn, first):
-                self._scheduler.drop(piece.request)
+                self._drop(piece.request)
                 done.append(piece.request)
             first += 1 + len(piece.draft)
         return done
@@ -323,7 +336,7 @@ class NativeEngine:
         return request.stop is not None
 
     def offer(self, version: Version, decoder: Decoder) -> None:
-        """Keep weights, packed by :func:`~lehr.engine.native.packing.pack`, ready for :meth:`activate`."""
+        """Keep weights, from :func:`~lehr.engine.native.weights.prepared`, ready for :meth:`activate`."""
         if version <= self.version:
             raise EngineError(
                 f"weights {version} are not newer than {self.version}", expected="a higher version"

@@ -37,7 +37,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack(decoder: Decoder) -> Decoder:
-    """Replace every projection of ``decoder`` by a packed one, in place, and return it."""
+    """Replace every projection of ``decoder`` that is plain by a packed one, in place, and return it."""
     if not can_pack(decoder.embed.weight.dtype):
         return decoder
     for layer in decoder.layers:
@@ -45,5 +45,6 @@ def pack(decoder: Decoder) -> Decoder:
             plain = layer.get_submodule(name)
             if isinstance(plain, nn.Linear):
                 setattr(layer, name, PackedLinear(plain))
-    decoder.head = PackedLinear(decoder.head)  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(decoder.head, nn.Linear):  # pyright: ignore[reportUnnecessaryIsInstance]
+        decoder.head = PackedLinear(decoder.head)  # pyright: ignore[reportAttributeAccessIssue]
     return decoder

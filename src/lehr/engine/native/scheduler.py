@@ -18,7 +18,7 @@ from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
 from lehr.engine.native.tiers.prefetch import AT_ONCE, SEGMENT, Prefetcher
 
-DRAFTED_ROWS = 64
+DRAFTED_ROWS = 16
 """Tokens in a step up to which drafts are added: beyond, a row costs about as much as it saves."""
 
 AHEAD = 8

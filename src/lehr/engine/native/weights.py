@@ -8,13 +8,22 @@ import torch
 
 from lehr.core.batch import Manifest
 from lehr.engine.base import EngineError
+from lehr.engine.native.int8 import round_weights
 from lehr.engine.native.packing import pack
+from lehr.engine.native.settings import WeightFormat
 from lehr.model.checkpoint import file_digest, read_tensors
 from lehr.model.config import ModelConfig
 from lehr.model.decoder import Decoder
 
 
-def load_published(manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> Decoder:
+def prepared(decoder: Decoder, weights: WeightFormat) -> Decoder:
+    """Lay the projections of ``decoder`` out for sampling, in place, and return it."""
+    return pack(round_weights(decoder) if weights == "int8" else decoder)
+
+
+def load_published(
+    manifest: Manifest, config: ModelConfig, dtype: torch.dtype, weights: WeightFormat = "plain"
+) -> Decoder:
     """Return the published weights, ready to sample from. Raises :class:`EngineError` if they are damaged."""
     path = Path(manifest.path)
     if not path.exists():
@@ -23,4 +32,4 @@ def load_published(manifest: Manifest, config: ModelConfig, dtype: torch.dtype) 
     if found != manifest.digest:
         raise EngineError(f"weights {manifest.version} at {path} have digest {found}", expected=manifest.digest)
     with torch.inference_mode():
-        return pack(Decoder.from_hf(config, read_tensors(path), dtype))
+        return prepared(Decoder.from_hf(config, read_tensors(path), dtype), weights)

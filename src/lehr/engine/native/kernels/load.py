@@ -23,12 +23,13 @@ ARGUMENTS = {
     "attend_int8": (*[c_void_p] * 4, *[c_int64] * 5),
     "widen_int8": (c_void_p, c_void_p, *[c_int64] * 5),
     "draw": (*[c_void_p] * 5, c_int64, c_int64),
+    "int8_rows": (*[c_void_p] * 5, c_int64, c_int64, c_int64),
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class Kernels:
-    """The compiled functions for one number format. They work on memory by address."""
+    """The compiled functions for one number format. They work on memory by address: see the ``.cpp`` files."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in ARGUMENTS.items():
@@ -44,6 +45,7 @@ class Kernels:
     attend_int8: Any
     widen_int8: Any
     draw: Any
+    int8_rows: Any
 
 
 def kernels_for(dtype: torch.dtype) -> Kernels | None:
