@@ -262,9 +262,8 @@ class Scheduler:
             del self._pending[name]
         lane = request.slot.lane
         lane.free(request.slot, lane.capacity)
-        for block in reversed(
-            request.blocks
-        ):  # a prefix is of use without what follows, not the other way round
+        # a prefix is of use without what follows, not the other way round
+        for block in reversed(request.blocks):
             self.pool.release(block)
         request.slot, request.blocks, request.computed, request.published = None, [], 0, 0
         request.kept = False
