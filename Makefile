@@ -2,6 +2,7 @@
 #   make setup                  the environment in .venv, and the Debian packages of the sandbox
 #   make quickstart [CONTROL=1] post-train a small model on two cores, 7 to 16 minutes, 5 to 9 more with CONTROL
 #   make test                   all tests
+#   make test-vllm              the engines' tests against a real vLLM server, in an environment of its own (3.5 GB)
 #   make check                  format, lint, types, import layers
 #   make bench [NAME=engine]    benchmarks, beside a peer
 #   make soak [LEASES=10000]    leases with random faults, and a count of what is left behind
@@ -15,11 +16,12 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV := .venv
+VLLM := .venv-vllm
 RUN := $(VENV)/bin/python -m
 READY := $(VENV)/.ready
 WORKERS := 2
 
-.PHONY: help setup quickstart test check bench soak soak-engine mutants fetch lock clean
+.PHONY: help setup quickstart test test-vllm check bench soak soak-engine mutants fetch lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -35,6 +37,13 @@ quickstart: $(READY)
 
 test: $(READY)
 	$(RUN) pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+$(VLLM)/.ready: tools/setup-vllm.sh $(READY)
+	@tools/setup-vllm.sh $(VLLM)
+	@touch $@
+
+test-vllm: $(VLLM)/.ready fetch
+	LEHR_VLLM_PYTHON=$(VLLM)/bin/python $(RUN) pytest tests/contract/engine -k vllm $(ARGS)
 
 check: $(READY)
 	$(RUN) ruff format --check .

@@ -14,7 +14,7 @@ share_cores(os.environ)
 """Test processes run side by side: before any of them loads torch."""
 
 ELSEWHERE = "other host: "
-"""A skip whose reason starts like this is also accepted in CI: what is tested exists on other kernels only."""
+"""A skip whose reason starts like this is also accepted in CI: what is tested exists elsewhere only."""
 
 
 def _refused(longrepr: Any) -> str | None:

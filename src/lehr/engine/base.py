@@ -1,4 +1,4 @@
-"""The engine protocol."""
+"""The engine protocol: what every backend offers, whoever computes. docs/engines.md says how they differ."""
 
 from __future__ import annotations
 
@@ -27,10 +27,28 @@ class EngineError(LehrError, RuntimeError):
     code = "engine"
 
 
+class EngineBroken(EngineError):
+    """An engine that cannot serve any request: it broke down, was closed, or waits for weights."""
+
+    code = "engine_broken"
+
+
 class RequestTooLarge(EngineError):
     """A request that can never fit; it alone fails, the engine lives on."""
 
     code = "request_too_large"
+
+
+class UnknownSession(EngineError):
+    """No request of the session that was named is waiting or running."""
+
+    code = "unknown_session"
+
+
+class Unsupported(EngineError):
+    """An option that this backend cannot serve as it was asked for; it is named, and nothing was done."""
+
+    code = "unsupported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +79,9 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Block counts satisfy ``free + cached + held == total``."""
+    """A snapshot. Block counts satisfy ``free + cached + held == total``; a backend that does not say which of
+    its free blocks still hold a prefix counts them all as free.
+    """
 
     version: Version
     running: int
@@ -97,12 +117,38 @@ class Engine(Protocol):
         """Return float32[T-1]: the log-probability of each token after the first, given those before."""
         ...
 
+    async def pause(self) -> None:
+        """Sample no token from the return of this call until :meth:`resume`. Idempotent.
+
+        Requests that run keep what they have, new ones wait, and the deadlines of both go on. Weight updates,
+        :meth:`flush`, :meth:`abort` and :meth:`stats` work meanwhile.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on where :meth:`pause` stopped. Idempotent."""
+        ...
+
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
         ...
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
         """Switch to fetched weights between two decode steps. Versions only rise."""
+        ...
+
+    async def flush(self) -> None:
+        """Forget every cached prefix: no later request finds what was computed before this call.
+
+        Raises :class:`EngineError` where the backend cannot do that while requests run; a return is a success.
+        """
+        ...
+
+    async def abort(self, session: str = "") -> int:
+        """End the requests of ``session`` (all with "") with what they have; return how many there were.
+
+        Raises :class:`UnknownSession` when the session that was named has none.
+        """
         ...
 
     async def stats(self) -> EngineStats:

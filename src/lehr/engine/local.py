@@ -1,4 +1,4 @@
-"""The native engine behind the asynchronous protocol, in this process.
+"""An engine that computes in steps behind the asynchronous protocol, in this process.
 
 A thread of its own runs step after step; between two of them it does whatever callers asked for, so that
 nothing ever touches the engine while it computes. A fault inside a step ends every request with it, and
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.errors import DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight, OnTokens
+from lehr.engine.base import EngineBroken, EngineStats, InFlight, OnTokens, UnknownSession
 from lehr.engine.messages import Allotment
 from lehr.engine.native.engine import FIRST, NativeEngine
 from lehr.engine.native.request import Request
 from lehr.engine.native.settings import NativeConfig
-from lehr.engine.native.weights import load_published
 from lehr.model.chat import ChatRenderer
 from lehr.model.checkpoint import load_decoder
 from lehr.model.dtype import compute_dtype
@@ -36,6 +35,57 @@ from lehr.model.fetch import locate
 from lehr.model.tokenizer import load_tokenizer
 
 T = TypeVar("T")
+
+
+class Stepper(Protocol):
+    """What :class:`LocalEngine` drives: ``native.engine.NativeEngine`` or another that computes in steps. All
+    of it but :meth:`load` is called from one thread, between two steps.
+    """
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        ...
+
+    def submit(self, tokens: Sequence[int], sampling: Sampling, session: str = "") -> Request:
+        """Queue a request and return it. Raises :class:`RequestTooLarge` or :class:`EngineError`."""
+        ...
+
+    def cancel(self, request: Request) -> None:
+        """End a request with what it has; a finished one stays as it is."""
+        ...
+
+    def live(self) -> list[Request]:
+        """Return every request that is not finished."""
+        ...
+
+    def step(self) -> list[Request]:
+        """Compute one step and return the requests that it finished."""
+        ...
+
+    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:
+        """Return float32[T-1], the log-probability of each token after the first."""
+        ...
+
+    def load(self, manifest: Manifest) -> Any:
+        """Return published weights for :meth:`offer`. May run in any thread."""
+        ...
+
+    def offer(self, version: Version, weights: Any, /) -> None:
+        """Keep what :meth:`load` returned ready for :meth:`activate`."""
+        ...
+
+    def activate(self, version: Version, in_flight: InFlight = "keep") -> list[Request]:
+        """Switch to offered weights; return the requests that this ended."""
+        ...
+
+    def flush(self) -> None:
+        """Forget every cached prefix."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -59,12 +109,13 @@ class _Waiter:
 class LocalEngine:
     """Implements ``engine.base.Engine``. Ready when built; :meth:`close` ends its thread."""
 
-    def __init__(self, native: NativeEngine) -> None:
-        self._native = native
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._waiters: dict[Request, _Waiter] = {}
         self._closed = False
+        self._paused = False
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -92,7 +143,7 @@ class LocalEngine:
         def begin() -> None:
             if future.cancelled():
                 return
-            request = self._native.submit(tokens, sampling, session)
+            request = self._stepper.submit(tokens, sampling, session)
             started.append(request)
             self._waiters[request] = _Waiter(future, loop, on_tokens)
             if request.finished:
@@ -100,7 +151,7 @@ class LocalEngine:
 
         def stop() -> None:
             for request in started:
-                self._native.cancel(request)
+                self._stepper.cancel(request)
                 self._waiters.pop(request, None)
 
         try:
@@ -115,27 +166,41 @@ class LocalEngine:
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1]: the log-probability of each token after the first."""
-        return await self._between_steps(lambda: self._native.score(tokens, temperature))
+        return await self._between_steps(lambda: self._stepper.score(tokens, temperature))
+
+    async def pause(self) -> None:
+        """Compute no further step until :meth:`resume`; the one under way is over when this returns."""
+        await self._between_steps(lambda: self._hold(True))
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._between_steps(lambda: self._hold(False))
+
+    def _hold(self, paused: bool) -> None:
+        self._paused = paused
 
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
-        native = self._native
-        decoder = await asyncio.to_thread(
-            load_published, manifest, native.model_config, native.dtype, native.config.weights
-        )
-        await self._between_steps(lambda: native.offer(manifest.version, decoder))
+        weights = await asyncio.to_thread(self._stepper.load, manifest)
+        await self._between_steps(lambda: self._stepper.offer(manifest.version, weights))
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
         """Switch to fetched weights between two decode steps."""
-        await self._between_steps(lambda: self._deliver(self._native.activate(version, in_flight)))
+        await self._between_steps(lambda: self._deliver(self._stepper.activate(version, in_flight)))
+
+    async def flush(self) -> None:
+        """Forget every cached prefix. Running requests go on, and what they computed so far is not cached."""
+        await self._between_steps(self._stepper.flush)
 
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""
 
         def end() -> int:
-            chosen = [r for r in self._native.live() if not session or r.session == session]
+            chosen = [r for r in self._stepper.live() if not session or r.session == session]
+            if session and not chosen:
+                raise UnknownSession(f"session {session!r} has no request that waits or runs")
             for request in chosen:
-                self._native.cancel(request)
+                self._stepper.cancel(request)
             self._deliver(chosen)
             return len(chosen)
 
@@ -157,7 +222,7 @@ class LocalEngine:
 
     async def stats(self) -> EngineStats:
         """Return a snapshot, taken between two steps."""
-        return await self._between_steps(self._native.stats)
+        return await self._between_steps(self._stepper.stats)
 
     async def close(self) -> None:
         """Abort what runs and end the thread. Idempotent."""
@@ -189,9 +254,9 @@ class LocalEngine:
     def _post(self, work: Callable[[], None]) -> None:
         with self._wake:
             if self._closed:
-                raise EngineError("the engine is closed")
+                raise EngineBroken("the engine is closed")
             if self._broken is not None:
-                raise EngineError(f"the engine broke down: {self._broken!r}") from self._broken
+                raise EngineBroken(f"the engine broke down: {self._broken!r}") from self._broken
             self._commands.append(work)
             self._wake.notify()
 
@@ -199,7 +264,7 @@ class LocalEngine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._commands and self._native.idle and not self._closed:
+                while not self._commands and (self._paused or self._stepper.idle) and not self._closed:
                     self._wake.wait()
                 if self._closed:
                     return
@@ -208,7 +273,7 @@ class LocalEngine:
             try:
                 for command in commands:
                     command()
-                done = self._native.step()
+                done = [] if self._paused else self._stepper.step()
                 for request, waiter in self._waiters.items():
                     waiter.tell(request)
                 self._deliver(done)
@@ -229,7 +294,7 @@ class LocalEngine:
             commands = list(self._commands)
             self._commands.clear()
         for waiter in self._waiters.values():
-            failure = EngineError(f"the engine broke down: {error!r}")
+            failure = EngineBroken(f"the engine broke down: {error!r}")
             _call(waiter.loop, _set, waiter.future, None, failure)
         self._waiters.clear()
         for command in commands:

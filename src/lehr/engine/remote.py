@@ -42,6 +42,14 @@ class RemoteEngine:
         body = ScoreRequest(np.asarray(tokens, dtype=np.int32), temperature)
         return await self._handle.call("score", body, returns=NDArray[np.float32], timeout_s=600.0)
 
+    async def pause(self) -> None:
+        """Sample no token until :meth:`resume`."""
+        await self._handle.call("pause")
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._handle.call("resume")
+
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones, while sampling goes on."""
         await self._handle.call("fetch", manifest, timeout_s=600.0)
@@ -49,6 +57,10 @@ class RemoteEngine:
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
         """Switch to fetched weights between two decode steps."""
         await self._handle.call("activate", ActivateRequest(version, in_flight), timeout_s=600.0)
+
+    async def flush(self) -> None:
+        """Forget every cached prefix."""
+        await self._handle.call("flush")
 
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -12,12 +13,15 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.config import Config, resolve
 from lehr.core.trace import Completion, Version
-from lehr.engine.base import EngineError, EngineStats
-from lehr.engine.local import LocalEngine, open_engine
+from lehr.engine.base import EngineBroken, EngineStats
+from lehr.engine.local import LocalEngine
 from lehr.engine.messages import AbortRequest, ActivateRequest, Allotment, GenerateRequest, ScoreRequest
 from lehr.engine.native.settings import NativeConfig
+from lehr.engine.opening import open_any
 from lehr.model.fetch import locate
 from lehr.model.memory import keep_freed_memory
+
+log = logging.getLogger("lehr.engine")
 
 
 class EngineRoleConfig(Config):
@@ -47,7 +51,7 @@ class EngineService:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return one completion."""
         if self._awaits:
-            raise EngineError("this engine was started again and has no current weights yet")
+            raise EngineBroken("this engine was started again and has no current weights yet")
         return await self._engine.generate(
             request.tokens.tolist(), request.sampling, session=request.session, timeout_s=request.timeout_s
         )
@@ -55,6 +59,14 @@ class EngineService:
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
         """Return the log-probability of each token after the first."""
         return await self._engine.score(request.tokens.tolist(), temperature=request.temperature)
+
+    async def pause(self) -> None:
+        """Compute no further step."""
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._engine.resume()
 
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights beside the running ones."""
@@ -64,6 +76,10 @@ class EngineService:
         """Switch to fetched weights."""
         await self._engine.activate(request.version, request.in_flight)
         self._awaits = False
+
+    async def flush(self) -> None:
+        """Forget every cached prefix."""
+        await self._engine.flush()
 
     async def abort(self, request: AbortRequest) -> int:
         """End requests with what they have; return how many there were."""
@@ -88,5 +104,5 @@ def build(config: dict[str, Any]) -> EngineService:
     keep_freed_memory()
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     version = Version(settings.incarnation, settings.n)
-    engine = open_engine(locate(settings.model), settings.native, version)
+    engine = open_any(locate(settings.model), settings.native, version, note=log.warning)
     return EngineService(engine, await_weights=settings.await_weights)

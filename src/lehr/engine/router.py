@@ -3,104 +3,327 @@
 Small models do not fill many threads: between two large products one thread works alone. Two engines of one
 thread each sample nearly twice as fast as one of two threads.
 
-The turns of a session go to one engine, and so do requests with the same prompt (the members of a group),
-because what they share is cached there. Both go elsewhere when their engine has ``SLACK`` requests more than
-the idlest one: an imbalance costs more than computing a prompt again.
+``seats`` says where a request goes. An engine that serves nobody any more is taken out: its requests are given
+to others, and ``attendance`` takes it back once it works and has the weights in force.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lehr.core.batch import Manifest
-from lehr.core.errors import ConfigError
+from lehr.core.errors import ConfigError, DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
-from lehr.engine.base import Engine, EngineStats, InFlight, TierStats
+from lehr.engine.affinity import Beginning, beginnings
+from lehr.engine.attendance import FIRST_PROBE_S, PROBE_S, Attendance
+from lehr.engine.base import EngineBroken, EngineError, EngineStats, InFlight, TierStats, UnknownSession
 from lehr.engine.messages import Allotment
+from lehr.engine.seats import BROKEN, Member, Seat, Seating
 
-K = TypeVar("K")
 T = TypeVar("T")
 
-SLACK = 8
-"""Requests that an engine may have more than the idlest one before its sessions move."""
-REMEMBERED = 4096
-"""Sessions and prompts whose engine is remembered."""
+MOVES = 3
+"""Engines that may break under one request before it is no longer given to another: it may be the cause."""
+PATIENCE_S = 5.0
+"""How long a request waits for an engine to come back where all of them are out."""
 
 
-class Member(Engine, Protocol):
-    """An engine that can be told how much of the machine to use."""
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """A request that the router holds. seated: a member has it."""
 
-    async def abort(self, session: str = "") -> int:
-        """End the requests of ``session`` (all with "") with what they have; return how many there were."""
-        ...
-
-    async def allot(self, allotment: Allotment) -> None:
-        """Use another share of the machine from the next step on."""
-        ...
+    session: str
+    seated: bool = False
+    aborted: bool = False
 
 
 class Router:
     """Implements ``engine.base.Engine`` over its members, all of which begin with the same weights.
 
-    New weights are in force in all members before the next request is passed on, so that the versions of a
-    session never fall when it moves.
+    The versions of a session never fall when it moves. By default new weights are in force in all members
+    before the next request is passed on. With ``rolling``, members switch one after the other while the others
+    serve: for engines that take long over it. Meanwhile a session that has seen new weights goes to members
+    that have them. Either way a switch that was begun is finished, whether or not its caller waits.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        rolling: bool = False,
+        patience_s: float = PATIENCE_S,
+        first_probe_s: float = FIRST_PROBE_S,
+        probe_s: float = PROBE_S,
+    ) -> None:
         if not members:
             raise ConfigError("a router was given no engine", expected="at least one")
-        self._members = tuple(members)
-        self._load = [0] * len(members)
-        self._sessions: OrderedDict[str, int] = OrderedDict()
-        self._prompts: OrderedDict[bytes, int] = OrderedDict()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self._seats = tuple(Seat(number, member) for number, member in enumerate(members))
+        self._seating = Seating()
+        self._rolling, self._patience_s = rolling, patience_s
+        self._attendance = Attendance(self._seats, self._admit, first_probe_s=first_probe_s, probe_s=probe_s)
+        self._tickets: set[_Ticket] = set()
+        self._switching = asyncio.Lock()
+        self._ahead: Version | None = None
+        self._risen: set[str] = set()
+        self._version: Version | None = None
+        self._seen: Version | None = None
+        self._manifests: dict[Version, Manifest] = {}
+        self._parts: list[Allotment] | None = None
+        self._paused = False
+
+    # requests
 
     async def generate(
         self, tokens: Sequence[int], sampling: Sampling, *, session: str = "", timeout_s: float = 600.0
     ) -> Completion:
-        """Return one completion, from the engine that has most of it cached unless that one is busy."""
-        await self._settled.wait()
-        async with self._seat(tokens, session) as member:
-            return await member.generate(tokens, sampling, session=session, timeout_s=timeout_s)
+        """Return one completion, from the engine that has most of it cached unless that one is busy. Where an
+        engine breaks, another one makes the completion from its beginning: nobody has seen any of it.
+        """
+
+        async def ask(seat: Seat, left_s: float) -> Completion:
+            had = seat.version
+            made = await seat.engine.generate(tokens, sampling, session=session, timeout_s=left_s)
+            if len(made.versions):
+                _require(had, Version.unpack(int(made.versions.min())))
+            return made
+
+        done = await self._serve(tokens, session, timeout_s, ask)
+        if done is None:
+            return _nothing()
+        if len(done.versions):
+            newest = Version.unpack(int(done.versions.max()))
+            self._seen = newest if self._seen is None else max(self._seen, newest)
+            if session and self._ahead is not None and newest >= self._ahead:
+                self._risen.add(session)
+        return done
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1]: the log-probability of each token after the first."""
-        await self._settled.wait()
-        async with self._seat(tokens, "") as member:
-            return await member.score(tokens, temperature=temperature)
+
+        def ask(seat: Seat, left_s: float) -> Coroutine[Any, Any, NDArray[np.float32]]:
+            return seat.engine.score(tokens, temperature=temperature)
+
+        done = await self._serve(tokens, "", 600.0, ask)
+        if done is None:
+            raise EngineError("the request was aborted before an engine had it")
+        return done
+
+    async def _serve(
+        self,
+        tokens: Sequence[int],
+        session: str,
+        timeout_s: float,
+        ask: Callable[[Seat, float], Coroutine[Any, Any, T]],
+    ) -> T | None:
+        """Have a member do it, and another one if that one breaks; None where it was aborted in between."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + timeout_s
+        chain = beginnings(tokens)
+        ticket = _Ticket(session)
+        self._tickets.add(ticket)
+        moves = 0
+        try:
+            while True:
+                seat = await self._seat(chain, ticket, ends)
+                if seat is None:
+                    return None
+                with self._taken(seat, ticket):
+                    try:
+                        return await ask(seat, max(0.001, ends - loop.time()))
+                    except BROKEN as error:
+                        self._attendance.take_out(seat, error)
+                        moves += 1
+                        if moves >= min(MOVES, len(self._seats)):
+                            raise
+                    except DeadlineExceeded:
+                        self._attendance.suspect(seat)
+                        raise
+        finally:
+            self._tickets.discard(ticket)
+
+    @contextmanager
+    def _taken(self, seat: Seat, ticket: _Ticket) -> Generator[None]:
+        seat.load += 1
+        ticket.seated = True
+        try:
+            yield
+        finally:
+            ticket.seated = False
+            seat.load -= 1
+
+    async def _seat(self, chain: Sequence[Beginning], ticket: _Ticket, ends: float) -> Seat | None:
+        """Wait for a member that may take a request; None where it was aborted."""
+        loop = asyncio.get_running_loop()
+        out_since: float | None = None
+        while not ticket.aborted:
+            may = partial(self._may, session=ticket.session)
+            seat = self._seating.choose(self._seats, chain, ticket.session, may)
+            if seat is not None:
+                return seat
+            until = ends
+            if not self._attendance.serving:
+                out_since = loop.time() if out_since is None else out_since
+                until = min(ends, out_since + self._patience_s)
+                if loop.time() >= until or self._attendance.closed:
+                    raise self._attendance.nobody()
+            else:
+                out_since = None
+            if loop.time() >= ends:
+                raise DeadlineExceeded("no engine took the request before its deadline")
+            await self._attendance.change(until - loop.time())
+        return None
+
+    def _may(self, seat: Seat, session: str) -> bool:
+        if not seat.open:
+            return False
+        return session not in self._risen or self._ahead is None or seat.version == self._ahead
+
+    # weights
 
     async def fetch(self, manifest: Manifest) -> None:
-        """Load published weights into every member."""
-        await _all(member.fetch(manifest) for member in self._members)
+        """Load published weights into every member that serves."""
+        self._manifests[manifest.version] = manifest
+        await self._everyone(lambda seat: seat.engine.fetch(manifest))
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
-        """Switch every member; requests that come meanwhile wait for the last of them."""
-        self._settled.clear()
+        """Switch every member. Raises what they say where none of them could; one that alone could not is out,
+        and comes back with these weights.
+        """
+        await asyncio.shield(self._attendance.begin(self._switch(version, in_flight)))
+
+    async def _switch(self, version: Version, in_flight: InFlight) -> None:
+        async with self._switching:
+            seats = self._attendance.serving
+            if not seats:
+                raise self._attendance.nobody()
+            self._ahead = version
+            failed: list[tuple[Seat, Exception]] = []
+            try:
+                for some in [[seat] for seat in seats] if self._rolling else [seats]:
+                    failed += await self._switch_some(some, version, in_flight)
+                    refused = any(not isinstance(error, BROKEN) for _, error in failed)
+                    if refused and not any(seat.version == version for seat in seats):
+                        break  # what one refuses is not tried on the others
+                self._conclude(seats, failed, version)
+            finally:
+                self._ahead = None
+                self._risen.clear()
+                self._attendance.tell()
+
+    async def _switch_some(
+        self, seats: Sequence[Seat], version: Version, in_flight: InFlight
+    ) -> list[tuple[Seat, Exception]]:
+        """Switch members at once, with no new request for them meanwhile; return those that failed."""
+        for seat in seats:
+            seat.updating = True
         try:
-            await _all(member.activate(version, in_flight) for member in self._members)
+            found = await _all(seat.engine.activate(version, in_flight) for seat in seats)
         finally:
-            self._settled.set()
+            for seat in seats:
+                seat.updating = False
+        failed: list[tuple[Seat, Exception]] = []
+        for seat, result in zip(seats, found, strict=True):
+            if result is None:
+                seat.version = version
+            else:
+                failed.append((seat, result))
+                if isinstance(result, BROKEN):
+                    self._attendance.take_out(seat, result)
+        self._attendance.tell()
+        return failed
+
+    def _conclude(
+        self, seats: Sequence[Seat], failed: Sequence[tuple[Seat, Exception]], version: Version
+    ) -> None:
+        """Put weights in force that a member has; raise where none has them."""
+        if not any(seat.version == version for seat in seats):
+            raise failed[0][1]
+        self._version = version
+        self._manifests = {v: m for v, m in self._manifests.items() if v >= version}
+        self._seating.prefixes.clear()
+        for seat, error in failed:
+            self._attendance.take_out(seat, error)
+
+    async def _admit(self, seat: Seat, found: Version) -> None:
+        """Take a member back with the weights in force, and with all else that it was not there to be told.
+
+        Raises :class:`EngineError` where it cannot have them.
+        """
+        while True:
+            wanted = self._version or self._seen or found
+            if found > wanted:
+                raise EngineError(f"it has weights {found}, newer than {wanted}, which are in force")
+            if found < wanted:
+                manifest = self._manifests.get(wanted)
+                if manifest is None:
+                    raise EngineError(f"it has weights {found}, and where {wanted} lie is not known")
+                await seat.engine.fetch(manifest)
+            async with self._switching:
+                if wanted != (self._version or wanted):
+                    continue  # others were put in force while these were fetched
+                if self._version is not None:
+                    await seat.engine.activate(wanted)
+                if self._parts is not None:
+                    await seat.engine.allot(self._parts[seat.number])
+                await (seat.engine.pause() if self._paused else seat.engine.resume())
+                self._seating.prefixes.forget(seat.number)
+                seat.version, seat.out = wanted, None
+                return
+
+    # the rest of the protocol
+
+    async def pause(self) -> None:
+        """Pause every member."""
+        self._paused = True
+        await self._everyone(lambda seat: seat.engine.pause())
+
+    async def resume(self) -> None:
+        """Let every member go on."""
+        self._paused = False
+        await self._everyone(lambda seat: seat.engine.resume())
+
+    async def flush(self) -> None:
+        """Make every member forget its cached prefixes."""
+        self._seating.prefixes.clear()
+        await self._everyone(lambda seat: seat.engine.flush())
 
     async def abort(self, session: str = "") -> int:
         """End the requests of ``session`` (all with "") with what they have; return how many there were."""
-        return sum(await _all(member.abort(session) for member in self._members))
+        ended = 0
+        for ticket in self._tickets:
+            if not session or ticket.session == session:
+                ticket.aborted = True  # one that a member has ends there, and is not given to another
+                ended += not ticket.seated
+        self._attendance.tell()
+        if self._attendance.serving:
+            ended += sum(await self._everyone(lambda seat: _ended(seat.engine, session)))
+        if session and not ended:
+            raise UnknownSession(f"session {session!r} has no request that waits or runs")
+        return ended
 
     async def allot(self, allotment: Allotment) -> None:
         """Divide a share of the machine between the members."""
-        parts = divided(allotment, len(self._members))
-        await _all(member.allot(part) for member, part in zip(self._members, parts, strict=True))
+        parts = self._parts = divided(allotment, len(self._seats))
+        await self._everyone(lambda seat: seat.engine.allot(parts[seat.number]))
 
     async def stats(self) -> EngineStats:
-        """Return sums over the members; ``busy_s`` is their mean, ``version`` the oldest in force."""
-        found = await _all(member.stats() for member in self._members)
+        """Return sums over the members that serve; ``busy_s`` is their mean, ``version`` the oldest of them."""
+
+        async def ask(seat: Seat) -> EngineStats:
+            had = seat.version
+            said = await seat.engine.stats()
+            _require(had, said.version)
+            return said
+
+        found = await self._everyone(ask)
         return EngineStats(
             version=min(s.version for s in found),
             running=sum(s.running for s in found),
@@ -119,29 +342,37 @@ class Router:
             tiers=sum((s.tiers for s in found), TierStats()),
         )
 
+    @property
+    def out(self) -> dict[int, str]:
+        """Members that take no requests now, by number, and why."""
+        return {seat.number: str(seat.out) for seat in self._seats if seat.out is not None}
+
     async def close(self) -> None:
-        """Abort what runs in every member. Idempotent."""
-        await _all(member.close() for member in self._members)
+        """Abort what runs in every member. Idempotent. A member that is out may be gone."""
+        await self._attendance.close()
+        found = await _all(seat.engine.close() for seat in self._seats)
+        for result in found:
+            if result is not None and not isinstance(result, BROKEN):
+                raise result
 
-    @asynccontextmanager
-    async def _seat(self, tokens: Sequence[int], session: str) -> AsyncGenerator[Member]:
-        chosen = self._choose(np.asarray(tokens, np.int32).tobytes(), session)
-        self._load[chosen] += 1
-        try:
-            yield self._members[chosen]
-        finally:
-            self._load[chosen] -= 1
-
-    def _choose(self, prompt: bytes, session: str) -> int:
-        home = self._sessions.get(session) if session else None
-        if home is None:
-            home = self._prompts.get(prompt)
-        idlest = min(range(len(self._load)), key=self._load.__getitem__)
-        chosen = idlest if home is None or self._load[home] - self._load[idlest] >= SLACK else home
-        _remember(self._prompts, prompt, chosen)
-        if session:
-            _remember(self._sessions, session, chosen)
-        return chosen
+    async def _everyone(self, call: Callable[[Seat], Coroutine[Any, Any, T]]) -> list[T]:
+        """Call every member that serves. One that turns out to be broken is taken out; where all are, and for
+        any other failure, the first is raised.
+        """
+        seats = self._attendance.serving
+        if not seats:
+            raise self._attendance.nobody()
+        found = await _all(call(seat) for seat in seats)
+        failures: list[Exception] = []
+        for seat, result in zip(seats, found, strict=True):
+            if isinstance(result, Exception):
+                failures.append(result)
+                if isinstance(result, BROKEN):
+                    self._attendance.take_out(seat, result)
+        other = next((error for error in failures if not isinstance(error, BROKEN)), None)
+        if other is not None or len(failures) == len(seats):
+            raise other or failures[0]
+        return [result for result in found if not isinstance(result, Exception)]
 
 
 def divided(allotment: Allotment, count: int) -> list[Allotment]:
@@ -152,20 +383,36 @@ def divided(allotment: Allotment, count: int) -> list[Allotment]:
     return [Allotment(threads, allotment.cores[number::count]) for number in range(count)]
 
 
-def _remember(places: OrderedDict[K, int], key: K, place: int) -> None:
-    places[key] = place
-    places.move_to_end(key)
-    if len(places) > REMEMBERED:
-        places.popitem(last=False)
+def _require(had: Version | None, found: Version) -> None:
+    """Raise :class:`EngineBroken` where a member has older weights than before: it was started again."""
+    if had is not None and found < had:
+        raise EngineBroken(f"it answers with weights {found}, and was given {had}")
 
 
-async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run calls side by side; the first failure cancels the others and is raised as it is."""
+def _nothing() -> Completion:
+    """Return what a request has that was aborted before an engine had it."""
+    floats, none = np.zeros(0, np.float32), np.zeros(0, np.int32)
+    return Completion(none, floats, floats, floats, np.zeros(0, np.int64), "abort")
+
+
+async def _ended(member: Member, session: str) -> int:
+    try:
+        return await member.abort(session)
+    except UnknownSession:
+        return 0  # its requests are another member's
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | Exception]:
+    """Run calls side by side and return what each returned or raised; a cancelled caller cancels them."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    results: list[T | Exception] = []
+    for result in found:
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
+            raise result
+        results.append(result)
+    return results

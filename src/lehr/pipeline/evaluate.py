@@ -13,11 +13,14 @@ from lehr.core.reward import Invalid, Reward
 from lehr.core.task import Split
 from lehr.domains.catalogue import match_domains, open_domain
 from lehr.engine.native.settings import NativeConfig
+from lehr.engine.openai.settings import OpenAIConfig
 from lehr.evals.stats import wilson
 from lehr.evals.suite import Result, Suite, run_suite
+from lehr.pipeline.asked import api_settings, open_asked
 from lehr.pipeline.models import locate_model, require_model
 from lehr.pipeline.observer import Observer, Silent
 from lehr.pipeline.sampler import open_sampler
+from lehr.rollout.group import GroupRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +47,28 @@ def evaluate_model(
     count: int = 100,
     seed: int = 0,
     concurrency: int = 80,
+    api: Sequence[str] = (),
     domain_paths: Sequence[Path | str] = (),
     engine: NativeConfig | None = None,
     observer: Observer | None = None,
 ) -> list[Row]:
     """Return a row per domain for one greedy attempt at each of its first ``count`` tasks.
 
-    ``model`` is a name, a Hugging Face folder or a run folder (its last stage); ``domains`` are names or
-    patterns such as ``reasoning/*``. Where a domain has fewer tasks than ``count``, the observer is told.
+    ``model`` is a name, a Hugging Face folder, a run folder (its last stage), or a model behind an
+    OpenAI-compatible API, as ``openai:NAME@BASE_URL`` with ``api`` for its settings (``KEY=VALUE``, of
+    :class:`~lehr.engine.openai.settings.OpenAIConfig`); ``domains`` are names or patterns such as
+    ``reasoning/*``. Where a domain has fewer tasks than ``count``, the observer is told.
     """
     observer = observer or Silent()
     opened = {name: open_domain(name, domain_paths) for name in match_domains(domains, domain_paths)}
-    require_model(model)
+    asked = api_settings(model, api)
+    if asked is not None and engine is not None:
+        raise ConfigError(
+            f"{model} is computed by its server, and no engine of ours can be chosen for it",
+            expected="a model of one's own for --fast",
+        )
+    if asked is None:
+        require_model(model, only_sampled=True)
     for name, domain in opened.items():
         size = domain.card.splits.get(split, 0)
         if not size:
@@ -67,8 +80,16 @@ def evaluate_model(
             observer.note(f"{name} has {size} {split} tasks; all of them are measured, not {count}")
     for domain in opened.values():
         domain.make_ready(observer.note)
-    folder = locate_model(model, observer)
-    results = asyncio.run(_measure(folder, Suite(opened, split, count, seed), concurrency, engine, observer))
+    suite = Suite(opened, split, count, seed)
+    if asked is not None:
+        results = asyncio.run(_ask(asked, suite, observer))
+    else:
+        folder = locate_model(model, observer, only_sampled=True)
+        if engine is not None:
+            from lehr.engine.opening import require_engine
+
+            require_engine(folder, engine)
+        results = asyncio.run(_measure(folder, suite, concurrency, engine, observer))
     return [_row(name, [r for r in results if r.domain == name]) for name in opened]
 
 
@@ -87,20 +108,29 @@ def _cause(reward: Reward) -> str:
 async def _measure(
     model: Path, suite: Suite, concurrency: int, engine: NativeConfig | None, observer: Observer
 ) -> list[Result]:
-    total = len(suite.cells())
     observer.stage("start", None, "engine")
     async with open_sampler(model, engine=engine) as sampler:
-        observer.stage("measure", total, "tasks")
-        finished = passed = 0
+        return await _run(sampler.runner, suite, concurrency, observer)
 
-        def on_result(result: Result) -> None:
-            nonlocal finished, passed
-            finished += 1
-            passed += result.passed
-            observer.advance(finished, total, passed=f"{passed / finished:.0%}")
 
-        results = await run_suite(
-            sampler.runner, suite, label="eval", concurrency=concurrency, on_result=on_result
-        )
+async def _ask(config: OpenAIConfig, suite: Suite, observer: Observer) -> list[Result]:
+    async with open_asked(config) as asked:
+        results = await _run(asked.runner, suite, config.concurrency, observer)
+        observer.note(f"{config.model}: {asked.completer.spent.summary()}")
+    return results
+
+
+async def _run(runner: GroupRunner, suite: Suite, concurrency: int, observer: Observer) -> list[Result]:
+    total = len(suite.cells())
+    observer.stage("measure", total, "tasks")
+    finished = passed = 0
+
+    def on_result(result: Result) -> None:
+        nonlocal finished, passed
+        finished += 1
+        passed += result.passed
+        observer.advance(finished, total, passed=f"{passed / finished:.0%}")
+
+    results = await run_suite(runner, suite, label="eval", concurrency=concurrency, on_result=on_result)
     observer.finish("measure")
     return results

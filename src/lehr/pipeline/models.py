@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
-from lehr.core.errors import ConfigError, UnknownName
+from lehr.core.errors import ConfigError, MissingDependency, UnknownName
 from lehr.ledger.reader import LedgerReader
 from lehr.model.chat import ChatRenderer
 from lehr.model.config import load_config
 from lehr.model.fetch import MODELS, fetch, home, locate, ready_home
+from lehr.model.outline import outline
 from lehr.model.tokenizer import ByteTokenizer, load_tokenizer
 from lehr.model.weights import weight_files
 from lehr.pipeline.folder import RunFolder
@@ -19,9 +21,12 @@ TINY = "tiny"
 """A random model of a few layers with a byte tokenizer, built on the spot."""
 
 
-def locate_model(name: str, observer: Observer) -> Path:
+def locate_model(name: str, observer: Observer, *, only_sampled: bool = False) -> Path:
     """Return the folder of a model: ``tiny``, a named one (fetched if it is not here yet), a Hugging Face
     folder, or a run folder, whose last finished stage is meant.
+
+    only_sampled: it is not trained, and so may be of a family that the decoder does not know, where
+    transformers is installed; the observer is then told that this is slow.
 
     Raises ``UnknownName`` or ``ConfigError`` that says what is missing and what to type.
     """
@@ -29,16 +34,21 @@ def locate_model(name: str, observer: Observer) -> Path:
         return _tiny()
     if name in MODELS:
         return fetch(name, observer.note)
-    return _placed(name)
+    folder = _placed(name, only_sampled)
+    if only_sampled and not (found := outline(folder)).known:
+        from lehr.engine.opening import why_slow
+
+        observer.note(why_slow(folder, found))
+    return folder
 
 
-def require_model(name: str) -> None:
+def require_model(name: str, *, only_sampled: bool = False) -> None:
     """Raise what :func:`locate_model` would, and fetch nothing."""
     if name != TINY and name not in MODELS:
-        _placed(name)
+        _placed(name, only_sampled)
 
 
-def _placed(name: str) -> Path:
+def _placed(name: str, only_sampled: bool) -> Path:
     path = Path(name).expanduser()
     if RunFolder(path).begun:
         return trained_model(path)
@@ -47,10 +57,30 @@ def _placed(name: str) -> Path:
             "model", name, [TINY, *MODELS], hint="A path to a Hugging Face folder works as well."
         )
     folder = locate(name)
-    load_config(folder)
+    if only_sampled:
+        _require_known_or_transformers(folder)
+    else:
+        _require_trainable(folder)
     weight_files(folder)
     load_renderer(folder)
     return folder
+
+
+def _require_trainable(folder: Path) -> None:
+    try:
+        load_config(folder)
+    except UnknownName as error:
+        hint = "It can only be sampled from: `lehr serve` and `lehr eval` do that through transformers."
+        raise UnknownName(error.what, expected=error.expected, hint=error.hint or hint) from error
+
+
+def _require_known_or_transformers(folder: Path) -> None:
+    found = outline(folder)
+    if not found.known and importlib.util.find_spec("transformers") is None:
+        raise MissingDependency(
+            f"{folder} is a model of the family {found.family!r}, which needs the package transformers",
+            hint="Install it: `pip install 'lehr[transformers]'`",
+        )
 
 
 def trained_model(run: Path) -> Path:
@@ -92,7 +122,7 @@ def load_renderer(folder: Path) -> ChatRenderer:
 
 def context_tokens(folder: Path, limit: int = 4096) -> int:
     """Return the model's context length, at most ``limit`` tokens."""
-    return min(limit, load_config(folder).max_positions)
+    return min(limit, outline(folder).max_positions)
 
 
 def _tiny() -> Path:

@@ -6,17 +6,23 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from lehr.core.clock import Clock, SystemClock
+from lehr.core.episode import Evidence
 from lehr.core.reward import Invalid, Reward
-from lehr.core.task import Problem
-from lehr.core.trace import Sampling, Span
+from lehr.core.task import Problem, Task
+from lehr.core.trace import Sampling, Span, Trace
+from lehr.domains.base import Environment
 from lehr.domains.catalogue import Domain
-from lehr.rollout.agent import AgentLoop, Attempt, derive_seed
+from lehr.rollout.agent import Attempt, derive_seed
 from lehr.rollout.base import Group, Judged
 from lehr.sandbox.base import Boxes
 from lehr.sandbox.lease import on_behalf_of
 from lehr.verify.compose import judge
+
+ENGINE_CODES = frozenset({"answer", "engine", "engine_broken", "request_too_large"})
+"""Failures that are neither the task's nor its environment's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,16 @@ class GroupPlan:
     retry: int = 0
 
 
+class Loop(Protocol):
+    """Makes one attempt: :class:`lehr.rollout.agent.AgentLoop`, or :class:`lehr.rollout.chat.ChatLoop`."""
+
+    async def run(
+        self, environment: Environment, task: Task, sampling: Sampling, attempt: Attempt
+    ) -> tuple[Trace, Evidence]:
+        """Return the trace and the evidence of one attempt."""
+        ...
+
+
 class GroupRunner:
     """Runs groups: attempts side by side, each judged in fresh boxes as soon as it ends.
 
@@ -43,7 +59,7 @@ class GroupRunner:
 
     def __init__(
         self,
-        agent: AgentLoop,
+        agent: Loop,
         boxes: Boxes,
         *,
         judge_timeout_s: float = 60.0,
@@ -79,7 +95,7 @@ class GroupRunner:
         with on_behalf_of(task=task.id, attempt=attempt.trace_id, phase="attempt"):
             trace, evidence = await self._agent.run(plan.domain.environment(), task, plan.sampling, attempt)
         if trace.failure is not None:
-            reason = "engine" if trace.failure.code in ("engine", "request_too_large") else "environment"
+            reason = "engine" if trace.failure.code in ENGINE_CODES else "environment"
             return Judged(trace, Invalid(reason, trace.failure.detail))
         begun = self._clock.now()
         with self._meter(), on_behalf_of(task=task.id, attempt=attempt.trace_id, phase="verify"):

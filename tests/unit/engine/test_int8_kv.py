@@ -100,18 +100,18 @@ def test_e20_the_policy_is_in_the_trace(bench: Any) -> None:
     exact = bench.engine().submit([1], Sampling(max_tokens=0)).completion()
     assert (before.completion().kv_policy, across.completion().kv_policy) == (
         "int8",
-        "int8_kept_across_versions",
+        "quantized_kept_across_versions",
     )
     for order in ((across, before), (before, across)):
         builder = SegmentBuilder(Sampling())
         for request in order:
             builder.append(request.completion())
         builder.append(exact)
-        assert builder.build().kv_policy == "int8_kept_across_versions", "the least exact of all turns"
+        assert builder.build().kv_policy == "quantized_kept_across_versions", "the least exact of all turns"
 
 
 def test_e20_quantised_blocks_have_other_names(bench: Any, tmp_path: Path) -> None:
-    assert root(Version(0, 1), torch.bfloat16) != root(Version(0, 1), torch.bfloat16, "int8")
+    assert root(Version(0, 1), torch.bfloat16) != root(Version(0, 1), torch.bfloat16, "quantized")
     names = []
     for kv_dtype in ("auto", "int8"):
         engine = bench.engine(kv_dtype=kv_dtype)

@@ -82,6 +82,27 @@ def test_e1_new_weights_answer_as_a_fresh_engine(bench: Any, greedy: Sampling) -
     assert np.allclose(after.raw_logprobs, fresh.raw_logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("when", [1, 3, 20])
+def test_e3_after_a_flush_nothing_is_found_that_was_computed_before(
+    bench: Any, greedy: Sampling, when: int
+) -> None:
+    """Also of a request that runs on across the flush and would publish its prompt again."""
+    engine = bench.engine(token_budget=16)
+    prompt = bench.prompt(60)
+    bench.run(engine, engine.submit(prompt[:32], greedy))
+    running = engine.submit(prompt, Sampling(temperature=0, max_tokens=60))
+    for _ in range(when):
+        engine.step()
+    engine.flush()
+    for _ in range(20):
+        engine.step()
+    again = engine.submit(prompt, greedy)
+    assert not running.finished
+    bench.run(engine, running, again)
+    assert again.cached_tokens == 0
+    assert bench.agrees(running) and bench.agrees(again) and running.completion().kv_policy == "exact"
+
+
 @pytest.mark.parametrize("when", [1, 2, 5])
 def test_r4_keys_and_values_never_cross_versions(bench: Any, when: int) -> None:
     """Also while an old request, whose keys and values are kept, runs on beside the new one."""

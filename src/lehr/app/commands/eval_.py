@@ -14,7 +14,11 @@ from lehr.core.task import Split
 
 @click.command("eval")
 @click.argument("domains", nargs=-1, required=True)
-@click.option("--model", required=True, help="A run folder, a Hugging Face folder, or a model's name.")
+@click.option(
+    "--model",
+    required=True,
+    help="A run folder, a Hugging Face folder, a model's name, or openai:NAME@BASE_URL.",
+)
 @click.option("--n", "count", default=100, show_default=True, type=click.IntRange(1), help="Tasks per domain.")
 @click.option(
     "--split",
@@ -22,6 +26,9 @@ from lehr.core.task import Split
     default="heldout",
     show_default=True,
     help="Which tasks.",
+)
+@click.option(
+    "--api", multiple=True, metavar="KEY=VALUE", help="How to ask an openai: model; may be given several times."
 )
 @click.option("--fast", "is_fast", is_flag=True, help="Measure the fast variant, as lehr serve --fast has it.")
 @IN
@@ -31,6 +38,7 @@ def eval_(
     model: str,
     count: int,
     split: Split,
+    api: tuple[str, ...],
     is_fast: bool,
     folders: tuple[Path, ...],
     as_json: bool,
@@ -41,6 +49,10 @@ def eval_(
     measured, on the same tasks as in its report. A few verdicts may differ from the report's where the model
     computes in bfloat16: sums are rounded according to which attempts share a batch, and so, now and then, the
     other of two nearly equal tokens comes first.
+
+    openai:NAME@BASE_URL is a model behind an OpenAI-compatible API (without @BASE_URL, OpenAI's own). Its key
+    is read from LEHR_API_KEY (OPENAI_API_KEY for OpenAI's own), or the variable that --api key_env=VARIABLE
+    names.
     """
     from lehr.app.preflight import require_fit_host
     from lehr.app.progress import progress
@@ -55,6 +67,7 @@ def eval_(
             domains,
             split=split,
             count=count,
+            api=api,
             domain_paths=folders,
             observer=observer,
             engine=fast(NativeConfig()) if is_fast else None,

@@ -94,7 +94,7 @@ def serve(
     config = NativeConfig(max_running=max_running, cache_tokens=cache_tokens)
     bound = bind(host, port)
     with bound:
-        folder = locate_model(model, Notes())
+        folder = locate_model(model, Notes(), only_sampled=True)
         asyncio.run(
             _serve(
                 folder,
@@ -124,17 +124,18 @@ async def _serve(
     from lehr.app.serve.metrics import Meter
     from lehr.app.serve.server import application
     from lehr.app.serve.work import Service, served
-    from lehr.engine.local import open_engine
     from lehr.engine.native.settings import standard
+    from lehr.engine.opening import open_any, require_engine
 
     click.echo(f"loading {name} …", err=True)
+    require_engine(folder, config)
     agreement = None
     if config != standard(config):
         from lehr.app.serve.agreement import measure
 
         agreement = measure(folder, config)
         click.echo(f"fast: {agreement}", err=True)
-    engine = open_engine(folder, config)
+    engine = open_any(folder, config, note=lambda _: None)  # it was said when the model was found
     try:
         model = served(folder, name, config.cache_tokens)
         secret = token or secrets.token_urlsafe(24)

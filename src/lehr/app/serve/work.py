@@ -19,7 +19,7 @@ from lehr.core.trace import Completion, Sampling
 from lehr.engine.base import EngineStats, OnTokens
 from lehr.engine.native.cache import BLOCK
 from lehr.model.chat import ChatRenderer
-from lehr.model.config import load_config
+from lehr.model.outline import outline
 from lehr.model.tokenizer import AnyTokenizer, load_tokenizer
 from lehr.rollout.agent import derive_seed
 
@@ -60,12 +60,12 @@ class Served:
 
 def served(folder: Path, name: str, cache_tokens: int) -> Served:
     """Return what is served from a model folder, with as much context as model and cache hold."""
-    config = load_config(folder)
+    found = outline(folder)
     tokenizer = load_tokenizer(folder)
     renderer = ChatRenderer(tokenizer)
-    stop_ids = frozenset({*renderer.stop_ids, *config.eos_ids})
-    room = min(config.max_positions, cache_tokens // BLOCK * BLOCK)
-    return Served(name, tokenizer, renderer, stop_ids, room, config.vocab_size)
+    stop_ids = frozenset({*renderer.stop_ids, *found.eos_ids})
+    room = min(found.max_positions, cache_tokens // BLOCK * BLOCK)
+    return Served(name, tokenizer, renderer, stop_ids, room, found.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lehr.core.batch import Manifest
 from lehr.core.errors import ConfigError
 from lehr.core.trace import Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight, RequestTooLarge, TierStats
+from lehr.engine.base import EngineError, EngineStats, InFlight, TierStats
 from lehr.engine.native.attention import Span, StepAttention
+from lehr.engine.native.bounds import has_ended, require_servable
 from lehr.engine.native.cache import BLOCK, BlockPool, root
 from lehr.engine.native.draft_model import DraftModel
 from lehr.engine.native.drafts import Drafter, Width
@@ -32,10 +34,9 @@ from lehr.engine.native.sampler import Drawn, draw, draw_whole, filters, uniform
 from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import NativeConfig
-from lehr.engine.native.stops import extend_tail
 from lehr.engine.native.tiers.prefetch import Prefetcher
 from lehr.engine.native.tiers.store import Tiers
-from lehr.engine.native.weights import prepared
+from lehr.engine.native.weights import load_published, prepared
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
 
@@ -112,7 +113,7 @@ class NativeEngine:
         return Prefetcher(pool, Tiers(config.tier_memory_bytes, config.tier_disk_bytes, folder, item_bytes))
 
     def _root(self, version: Version) -> bytes:
-        return root(version, self.dtype, "int8" if self._int8 else "exact")
+        return root(version, self.dtype, "quantized" if self._int8 else "exact")
 
     @property
     def idle(self) -> bool:
@@ -139,32 +140,13 @@ class NativeEngine:
         return request
 
     def _check(self, prompt: list[int], sampling: Sampling) -> None:
-        longest = len(prompt) + sampling.max_tokens
-        room = min(self.model_config.max_positions, self._scheduler.pool.total * BLOCK)
-        if longest > room:
-            raise RequestTooLarge(
-                f"{len(prompt)} prompt tokens and up to {sampling.max_tokens} new ones cannot fit",
-                expected=f"at most {room} together",
-                hint="Shorten the prompt, lower max_tokens or raise cache_tokens.",
-            )
-        if not prompt:
-            raise EngineError("the prompt is empty", expected="at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.model_config.vocab_size:
-            raise EngineError(
-                f"token {min(prompt) if min(prompt) < 0 else max(prompt)} is outside the vocabulary",
-                expected=f"ids from 0 to {self.model_config.vocab_size - 1}",
-            )
-        if (
-            sampling.max_tokens < 0
-            or sampling.temperature < 0
-            or not 0 < sampling.top_p <= 1
-            or sampling.top_k < 0
-        ):
-            raise EngineError(
-                f"cannot sample with {sampling}", expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
-            )
-        if any(sampling.stop) and self._tokenizer is None:
-            raise EngineError("stop strings need a tokenizer, and this engine was built without one")
+        require_servable(
+            prompt,
+            sampling,
+            room=min(self.model_config.max_positions, self._scheduler.pool.total * BLOCK),
+            vocab_size=self.model_config.vocab_size,
+            tokenizer=self._tokenizer,
+        )
 
     @torch.inference_mode()
     def cancel(self, request: Request) -> None:
@@ -291,7 +273,7 @@ class NativeEngine:
             request.kept_mass.append(drawn.kept_mass[row])
             request.versions.append(packed)
             taken += 1
-            ends = self._ends(request)
+            ends = has_ended(request, self._stop_ids, self._tokenizer)
             if ends or row == first + len(piece.draft) or drawn.tokens[row] != piece.draft[row - first]:
                 break
             request.computed += 1
@@ -323,17 +305,9 @@ class NativeEngine:
         if request.computed == request.prompt_length or request.computed % BLOCK == 0 or request.remaining:
             self._scheduler.publish(request)
 
-    def _ends(self, request: Request) -> bool:
-        token, sampling = request.tokens[-1], request.sampling
-        if token in self._stop_ids:
-            request.stop = "eos"
-        elif any(sampling.stop) and self._tokenizer is not None:
-            stops = [s.encode() for s in sampling.stop if s]
-            request.tail, hit = extend_tail(request.tail, self._tokenizer.token_bytes(token), stops)
-            request.stop = "stop" if hit else None
-        if request.stop is None and request.own >= sampling.max_tokens:
-            request.stop = "length"
-        return request.stop is not None
+    def load(self, manifest: Manifest) -> Decoder:
+        """Return published weights for :meth:`offer`. Takes a while; may run in any thread."""
+        return load_published(manifest, self.model_config, self.dtype, self.config.weights)
 
     def offer(self, version: Version, decoder: Decoder) -> None:
         """Keep weights, from :func:`~lehr.engine.native.weights.prepared`, ready for :meth:`activate`."""
@@ -368,6 +342,12 @@ class NativeEngine:
         self.version = version
         self._scheduler.restart(self._root(version))
         return ended
+
+    def flush(self) -> None:
+        """Forget every cached prefix. What running requests computed before is not cached afterwards either."""
+        for request in self._scheduler.running:
+            request.kept = True
+        self._scheduler.restart(self._scheduler.seed)
 
     def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1], the log-probability of each token after the first."""

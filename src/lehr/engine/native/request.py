@@ -24,8 +24,9 @@ class Request:
 
     computed: leading tokens whose keys and values are in ``slot``. blocks: of the pool, in order.
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
-    load: what is on its way from a slower tier while it waits.
-    kept: whether keys and values of another weight version are in use. int8: whether they are quantised.
+    load: what is on its way from a slower tier while it waits. int8: whether keys and values are quantised.
+    kept: whether keys and values from before a flush or a weight swap are in use; they are never published.
+    ever_kept: whether keys and values of another weight version were in use.
     """
 
     id: int
@@ -80,7 +81,7 @@ class Request:
         """Return what was sampled. Valid once finished."""
         policy: KvPolicy = "kept_across_versions" if self.ever_kept else "exact"
         if self.int8:
-            policy = "int8_kept_across_versions" if self.ever_kept else "int8"
+            policy = "quantized_kept_across_versions" if self.ever_kept else "quantized"
         now = time.monotonic()
         started = self.started or now
         return Completion(

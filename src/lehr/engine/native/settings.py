@@ -35,7 +35,7 @@ class NativeConfig(Config):
     kv_dtype: Literal["auto", "int8"] = "auto"
     """How keys and values are kept: ``auto`` in the compute dtype; ``int8`` with a scale for each token and
     head, in half the memory of bfloat16. That moves log-probabilities (SmolLM2-135M: by 0.016 on average), so
-    traces carry the policy ``int8``."""
+    traces carry the policy ``quantized``."""
     tier_memory_bytes: int = Field(default=0, ge=0, lt=1 << 62)
     """Memory for keys and values that the block pool has no room for, compressed without loss; 0 is off."""
     tier_disk_bytes: int = Field(default=0, ge=0, lt=1 << 62)

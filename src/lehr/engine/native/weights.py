@@ -21,15 +21,21 @@ def prepared(decoder: Decoder, weights: WeightFormat) -> Decoder:
     return pack(round_weights(decoder) if weights == "int8" else decoder)
 
 
-def load_published(
-    manifest: Manifest, config: ModelConfig, dtype: torch.dtype, weights: WeightFormat = "plain"
-) -> Decoder:
-    """Return the published weights, ready to sample from. Raises :class:`EngineError` if they are damaged."""
+def published_file(manifest: Manifest) -> Path:
+    """Return the file of published weights, whole. Raises :class:`EngineError` if it is not, or not there."""
     path = Path(manifest.path)
     if not path.exists():
         raise EngineError(f"weights {manifest.version} are not at {path}", expected="a published file")
     found = file_digest(path)
     if found != manifest.digest:
         raise EngineError(f"weights {manifest.version} at {path} have digest {found}", expected=manifest.digest)
+    return path
+
+
+def load_published(
+    manifest: Manifest, config: ModelConfig, dtype: torch.dtype, weights: WeightFormat = "plain"
+) -> Decoder:
+    """Return the published weights, ready to sample from. Raises :class:`EngineError` if they are damaged."""
+    path = published_file(manifest)
     with torch.inference_mode():
         return prepared(Decoder.from_hf(config, read_tensors(path), dtype), weights)
