@@ -16,9 +16,9 @@ from lehr.core.errors import Failure
 
 StopReason = Literal["eos", "stop", "length", "abort"]
 SpanName = Literal["queue", "generate", "tool", "verify"]
-KvPolicy = Literal["exact", "kept_across_versions", "quantized"]
+KvPolicy = Literal["exact", "kept_across_versions", "quantized", "quantized_kept_across_versions"]
 """How the keys and values that a completion was computed with differ from what its weights give in full
-precision: not at all, some are older weights', or they were stored in fewer bits."""
+precision: not at all, some are older weights', they were stored in fewer bits, or both."""
 ConstraintKind = Literal["json", "schema", "regex", "grammar"]
 
 

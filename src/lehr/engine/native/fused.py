@@ -54,6 +54,10 @@ class FusedForward:
         inner = x.new_empty(count, config.intermediate_size)
         x_at, normed_at, query_at, mixed_at = (t.data_ptr() for t in (x, normed, query, mixed))
         cos_at, sin_at, inner_at = cos.data_ptr(), sin.data_ptr(), inner.data_ptr()
+        int8 = spans[0].slot.lane.kv.dtype is torch.int8
+        rotate, attend = (
+            (kernels.rotate_int8, kernels.attend_int8) if int8 else (kernels.rotate, kernels.attend)
+        )
         added: Tensor | None = None  # what the layer before adds to the residual stream
         for number, layer in enumerate(self._layers):
             kernels.norm(
@@ -66,15 +70,15 @@ class FusedForward:
                 eps,
             )
             qkv = layer.qkv(normed)
-            kernels.rotate(
+            rotate(
                 qkv.data_ptr(), cos_at, sin_at, layer.q_norm, layer.k_norm, query_at, at, where, number,
                 count, heads, kv_heads, size, eps,
             )  # fmt: skip
             if directly:
-                kernels.attend(query_at, mixed_at, at, where, number, directly, heads, kv_heads, size)
+                attend(query_at, mixed_at, at, where, number, directly, heads, kv_heads, size)
             for span, mask in chunks:
                 part = slice(span.offset, span.offset + span.count)
-                kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]
+                kv = self._widened(span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count])
                 mixed[part] = grouped_attention(query[part], kv[0], kv[1], mask)
             projected: Tensor = layer.o(mixed.view(count, -1))
             kernels.norm(x_at, projected.data_ptr(), layer.mlp_norm, normed_at, count, config.hidden_size, eps)
@@ -91,6 +95,17 @@ class FusedForward:
             eps,
         )
         return normed
+
+    def _widened(self, kv: Tensor) -> Tensor:
+        """Return keys and values, ``[2, K, S, E]``, of one layer and row, in the compute dtype."""
+        if kv.dtype is not torch.int8:
+            return kv
+        config = self._decoder.config
+        _, heads, count, _ = kv.shape
+        wide = torch.empty(2, heads, count, config.head_size, dtype=self._decoder.embed.weight.dtype)
+        value, head, _, _ = kv.stride()
+        self._kernels.widen_int8(kv.data_ptr(), wide.data_ptr(), value, head, heads, count, config.head_size)
+        return wide
 
 
 class _Weights:

@@ -18,6 +18,7 @@ from lehr.engine.native.adapters import Adapter
 from lehr.engine.native.drafts import DraftSource
 from lehr.engine.native.guides import Guide
 from lehr.engine.native.rows import Slot
+from lehr.engine.native.tiers.prefetch import Load
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +27,7 @@ class Request:
 
     computed: leading tokens whose keys and values are in ``slot``. blocks: of the pool, in order.
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
+    load: what is on its way from a slower tier while it waits. int8: whether keys and values are quantised.
     kept: whether keys and values from before a flush or a weight swap are in use; they are never published.
     ever_kept: whether keys and values of another weight version were in use.
     """
@@ -48,6 +50,8 @@ class Request:
     published: int = 0
     waits_for: bytes | None = None
     kept: bool = False
+    int8: bool = False
+    load: Load | None = None
     ever_kept: bool = False
     cached_tokens: int = 0
     drafter: DraftSource | None = None
@@ -82,6 +86,8 @@ class Request:
     def completion(self) -> Completion:
         """Return what was sampled. Valid once finished."""
         policy: KvPolicy = "kept_across_versions" if self.ever_kept else "exact"
+        if self.int8:
+            policy = "quantized_kept_across_versions" if self.ever_kept else "quantized"
         now = time.monotonic()
         started = self.started or now
         return Completion(

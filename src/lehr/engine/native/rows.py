@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lehr.engine.native.quantise import stored_width
 from lehr.model.config import ModelConfig
 
 SMALLEST = 128
@@ -37,8 +38,14 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers, stored in ``dtype``."""
+    c = config
+    return 2 * c.num_layers * c.num_kv_heads * stored_width(c.head_size, dtype) * dtype.itemsize
+
+
 class Lane:
-    """Rows of one capacity. ``kv`` is [layer, key or value, row, kv head, position, head size]."""
+    """Rows of one capacity. ``kv`` is [layer, key or value, row, kv head, position, stored width]."""
 
     def __init__(self, config: ModelConfig, capacity: int, rows: int, dtype: torch.dtype) -> None:
         self.capacity = capacity
@@ -48,7 +55,8 @@ class Lane:
 
     def _room(self, rows: int) -> Tensor:
         c = self._config
-        return lazy_zeros((c.num_layers, 2, rows, c.num_kv_heads, self.capacity, c.head_size), self._dtype)
+        width = stored_width(c.head_size, self._dtype)
+        return lazy_zeros((c.num_layers, 2, rows, c.num_kv_heads, self.capacity, width), self._dtype)
 
     def take(self) -> Slot:
         """Return a free row, growing the lane where needed."""
@@ -71,7 +79,7 @@ class Lane:
 
 
 class Rows:
-    """All lanes. Capacities are powers of two."""
+    """All lanes. Capacities are powers of two. ``dtype`` is what is stored: int8 is quantised."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config, self._dtype = config, dtype
@@ -85,7 +93,7 @@ class Rows:
         lane = self.lanes.get(capacity)
         if lane is None:
             c = self._config
-            row = 2 * c.num_layers * c.num_kv_heads * capacity * c.head_size * self._dtype.itemsize
+            row = capacity * token_bytes(c, self._dtype)
             rows = min(max(FIRST_ROWS, ROOM_BYTES // row), MOST_ROWS)
             lane = self.lanes[capacity] = Lane(self._config, capacity, rows, self._dtype)
         return lane.take()

@@ -19,6 +19,9 @@ ARGUMENTS = {
     "gated": (c_void_p, c_void_p, c_int64, c_int64),
     "rotate": (*[c_void_p] * 8, *[c_int64] * 5, c_float),
     "attend": (*[c_void_p] * 4, *[c_int64] * 5),
+    "rotate_int8": (*[c_void_p] * 8, *[c_int64] * 5, c_float),
+    "attend_int8": (*[c_void_p] * 4, *[c_int64] * 5),
+    "widen_int8": (c_void_p, c_void_p, *[c_int64] * 5),
     "draw": (*[c_void_p] * 5, c_int64, c_int64),
     "int8_rows": (*[c_void_p] * 5, c_int64, c_int64, c_int64),
 }
@@ -38,6 +41,9 @@ class Kernels:
     gated: Any
     rotate: Any
     attend: Any
+    rotate_int8: Any
+    attend_int8: Any
+    widen_int8: Any
     draw: Any
     int8_rows: Any
 
