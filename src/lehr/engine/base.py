@@ -62,6 +62,32 @@ class BadConstraint(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """What the slower tiers of the prefix cache hold and did. Counts since the engine began, but for the first
+    three, which are bytes now. Blocks are the pool's.
+
+    stored_blocks: queued for the tiers. memory_hits, disk_hits: blocks loaded back. dropped: segments that are
+    kept no longer because queue or tiers were full. damaged: segments whose file was damaged or gone. chosen,
+    refused: how often loading was expected to be faster than computing, and how often not.
+    """
+
+    queued_bytes: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    stored_blocks: int = 0
+    memory_hits: int = 0
+    disk_hits: int = 0
+    dropped: int = 0
+    damaged: int = 0
+    chosen: int = 0
+    refused: int = 0
+
+    def __add__(self, other: TierStats) -> TierStats:
+        """Return the sums."""
+        return TierStats(*(getattr(self, n) + getattr(other, n) for n in TierStats.__dataclass_fields__))
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot. Block counts satisfy ``free + cached + held == total``; a backend that does not say which of
     its free blocks still hold a prefix counts them all as free.
@@ -81,6 +107,7 @@ class EngineStats:
     steps: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    tiers: TierStats = TierStats()
 
 
 class Engine(Protocol):

@@ -42,8 +42,8 @@ COMPILE_S = 10.0
 
 
 class Stepper(Protocol):
-    """What :class:`LocalEngine` drives: ``native.engine.NativeEngine`` or another that computes in steps. All of
-    it is called from one thread, between two steps, but for :meth:`load`, :meth:`prepare` and
+    """What :class:`LocalEngine` drives: ``native.engine.NativeEngine`` or another that computes in steps. All
+    of it is called from one thread, between two steps, but for :meth:`load`, :meth:`prepare` and
     :meth:`read_adapter`, which may run in any.
     """
 
@@ -106,6 +106,10 @@ class Stepper(Protocol):
 
     def stats(self) -> EngineStats:
         """Return a snapshot."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is held outside memory. Called once, after the last step."""
         ...
 
 
@@ -285,6 +289,7 @@ class LocalEngine:
             self._wake.notify()
         self._compiler.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._stepper.close)
 
     async def _between_steps(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the engine's thread before its next step, and return its result."""

@@ -25,7 +25,7 @@ from lehr.core.errors import ConfigError, DeadlineExceeded
 from lehr.core.trace import Completion, Sampling, Version
 from lehr.engine.affinity import Beginning, beginnings
 from lehr.engine.attendance import FIRST_PROBE_S, PROBE_S, Attendance
-from lehr.engine.base import EngineBroken, EngineError, EngineStats, InFlight, UnknownSession
+from lehr.engine.base import EngineBroken, EngineError, EngineStats, InFlight, TierStats, UnknownSession
 from lehr.engine.messages import Allotment
 from lehr.engine.seats import BROKEN, Member, Seat, Seating
 
@@ -353,6 +353,7 @@ class Router:
             steps=sum(s.steps for s in found),
             drafted_tokens=sum(s.drafted_tokens for s in found),
             accepted_tokens=sum(s.accepted_tokens for s in found),
+            tiers=sum((s.tiers for s in found), TierStats()),
         )
 
     @property

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import numpy as np
 
 from lehr.core.trace import Completion, KvPolicy, Sampling, Segment
+
+_POLICIES: tuple[KvPolicy, ...] = get_args(KvPolicy)
 
 
 class SegmentBuilder:
@@ -39,7 +42,6 @@ class SegmentBuilder:
         raw = np.zeros(length, np.float32)
         mass = np.ones(length, np.float32)
         versions = np.full(length, -1, np.int64)
-        policy: KvPolicy = "exact"
         for start, completion in self._completions:
             span = slice(start, start + len(completion.tokens))
             own[span] = True
@@ -47,8 +49,6 @@ class SegmentBuilder:
             raw[span] = completion.raw_logprobs
             mass[span] = completion.kept_mass
             versions[span] = completion.versions
-            if completion.kv_policy != "exact":
-                policy = completion.kv_policy
         return Segment(
             tokens=np.asarray(self.tokens, np.int32),
             own=own,
@@ -58,5 +58,9 @@ class SegmentBuilder:
             versions=versions,
             turns=np.asarray([start for start, _ in self._completions], np.int32),
             sampling=self._sampling,
-            kv_policy=policy,
+            kv_policy=_least_exact(completion.kv_policy for _, completion in self._completions),
         )
+
+
+def _least_exact(policies: Iterable[KvPolicy]) -> KvPolicy:
+    return max((_POLICIES[0], *policies), key=_POLICIES.index)

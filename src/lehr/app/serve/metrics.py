@@ -50,5 +50,41 @@ class Meter:
             )
             for name, text, value in tokens:
                 yield from family(f"{PREFIX}_{name}", "counter", text, [({}, value)])
+            yield from _cache(stats)
         yield from self.first_token.lines()
         yield from self.per_token.lines()
+
+
+def _cache(stats: EngineStats) -> Iterator[str]:
+    """Yield what the block pool and the slower tiers hold and did."""
+    tiers = stats.tiers
+    blocks = (("free", stats.blocks_free), ("cached", stats.blocks_cached), ("held", stats.blocks_held))
+    yield from family(
+        f"{PREFIX}_cache_blocks",
+        "gauge",
+        "Blocks of the cache of keys and values, by state",
+        [({"state": state}, float(count)) for state, count in blocks],
+    )
+    sizes = (("queue", tiers.queued_bytes), ("memory", tiers.memory_bytes), ("disk", tiers.disk_bytes))
+    yield from family(
+        f"{PREFIX}_tier_bytes",
+        "gauge",
+        "Bytes of keys and values in slower tiers",
+        [({"tier": tier}, float(count)) for tier, count in sizes],
+    )
+    hits = (("memory", tiers.memory_hits), ("disk", tiers.disk_hits))
+    yield from family(
+        f"{PREFIX}_tier_hit_blocks_total",
+        "counter",
+        "Blocks loaded back from slower tiers",
+        [({"tier": tier}, float(count)) for tier, count in hits],
+    )
+    counts = (
+        ("tier_stored_blocks_total", "Blocks queued for slower tiers", tiers.stored_blocks),
+        ("tier_dropped_segments_total", "Segments no tier had room for any more", tiers.dropped),
+        ("tier_damaged_segments_total", "Segments that were damaged or gone when read", tiers.damaged),
+        ("tier_loads_total", "Prefixes loaded because that was expected to be faster", tiers.chosen),
+        ("tier_recomputes_total", "Prefixes computed because that was expected to be faster", tiers.refused),
+    )
+    for name, text, count in counts:
+        yield from family(f"{PREFIX}_{name}", "counter", text, [({}, float(count))])

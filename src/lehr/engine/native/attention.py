@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lehr.engine.native.flash import chunk_attention
+from lehr.engine.native.quantise import load, spread, store
 from lehr.engine.native.rows import Lane, Slot
 from lehr.engine.native.settings import SparseConfig
 from lehr.engine.native.sparse import sparse_attention, summarise
@@ -52,6 +53,7 @@ class StepAttention:
         sparse: SparseConfig | None = None,
     ) -> None:
         self._sparse = sparse
+        self._int8 = any(s.slot.lane.kv.dtype is torch.int8 for s in (*singles, *chunks))
         if sparse is not None:
             singles, chunks = (), (*singles, *chunks)
         lanes: dict[Lane, list[Span]] = {}
@@ -63,17 +65,20 @@ class StepAttention:
     def __call__(self, layer: int, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
         """Store the new keys and values of ``layer`` and return the attention output, ``[T, H, E]``."""
         out_THE = torch.empty_like(query_THE)
+        if self._int8:
+            query_THE, key_TKE = spread(query_THE).to(query_THE.dtype), spread(key_TKE)
         for group in self._singles:
             group.attend(layer, query_THE, key_TKE, value_TKE, out_THE)
         for span in self._chunks:
             part = slice(span.offset, span.offset + span.count)
             kv = span.slot.lane.kv[layer, :, span.slot.row]
             end = span.start + span.count
-            kv[0, :, span.start : end] = key_TKE[part].transpose(0, 1)
-            kv[1, :, span.start : end] = value_TKE[part].transpose(0, 1)
+            kv[0, :, span.start : end] = store(key_TKE[part].transpose(0, 1), kv.dtype)
+            kv[1, :, span.start : end] = store(value_TKE[part].transpose(0, 1), kv.dtype)
             query = query_THE[part]
             if self._sparse is None:
-                out_THE[part] = chunk_attention(query, kv[0, :, :end], kv[1, :, :end], span.start)
+                kv = load(kv[:, :, :end], query.shape[2], query.dtype)
+                out_THE[part] = chunk_attention(query, kv[0], kv[1], span.start)
             else:
                 summarise(span.slot, layer, span.start, end, self._sparse.block)
                 out_THE[part] = sparse_attention(query, span.slot, layer, span.start, self._sparse)
@@ -100,17 +105,17 @@ class _Singles:
     ) -> None:
         kv = self.lane.kv[layer]
         key, value = kv[0], kv[1]
-        key[self.rows_N, :, self.starts_N] = key_TKE[self.part]
-        value[self.rows_N, :, self.starts_N] = value_TKE[self.part]
+        key[self.rows_N, :, self.starts_N] = store(key_TKE[self.part], kv.dtype)
+        value[self.rows_N, :, self.starts_N] = store(value_TKE[self.part], kv.dtype)
         count = len(self.rows_N)
         if self.dense:
-            key, value = key[:count], value[:count]
+            key, value = key[:count, :, : self.longest], value[:count, :, : self.longest]
         else:
             key, value = key[self.rows_N, :, : self.longest], value[self.rows_N, :, : self.longest]
-        heads, size = key.shape[1], key.shape[3]
+        heads, size = key.shape[1], query_THE.shape[2]
+        key, value = load(key, size, query_THE.dtype), load(value, size, query_THE.dtype)
         query_BRE = query_THE[self.part].reshape(count * heads, -1, size) * size**-0.5
-        key_BSE = key.flatten(0, 1)[:, : self.longest]
-        value_BSE = value.flatten(0, 1)[:, : self.longest]
+        key_BSE, value_BSE = key.flatten(0, 1), value.flatten(0, 1)
         scores_BSR = torch.bmm(key_BSE, query_BRE.transpose(1, 2))  # faster than the transposed product
         scores_NKRS = scores_BSR.transpose(1, 2).view(count, heads, -1, self.longest) + self.mask_N11S
         shares_NKRS = torch.softmax(scores_NKRS, dim=-1, dtype=torch.float32).to(scores_BSR.dtype)

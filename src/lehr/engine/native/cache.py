@@ -1,6 +1,6 @@
 """Blocks of keys and values, and which prefixes they hold.
 
-Every block is free, cached (its content may be asked for again, least recently used goes first) or held by
+Every block is free, cached (its content may be asked for again; ``eviction`` says which goes first) or held by
 requests. A prefix is named by a chain of hashes, one per block, seeded by the weight version and the
 number format: what was computed under other weights cannot be found, by construction. The last, partly
 filled block of a prompt is found as well.
@@ -9,23 +9,28 @@ filled block of a prompt is found as well.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from lehr.core.trace import Version
+from lehr.engine.native.eviction import SegmentedLru
+from lehr.engine.native.quantise import stored_width
 from lehr.engine.native.rows import Slot, lazy_zeros
 from lehr.model.config import ModelConfig
 
 BLOCK = 8
 """Tokens per block."""
+TOGETHER = 32
+"""Blocks that are copied by one operation."""
 
 
 def root(version: Version, dtype: torch.dtype, policy: str = "exact") -> bytes:
-    """Return the hash that every chain of this version, number format and way of attending starts from."""
+    """Return the hash that every chain of this version, compute dtype and way of keeping and attending starts
+    from.
+    """
     return hashlib.blake2b(f"{version.packed}/{dtype}/{policy}".encode(), digest_size=16).digest()
 
 
@@ -56,13 +61,17 @@ class BlockPool:
     def __init__(self, config: ModelConfig, total: int, dtype: torch.dtype) -> None:
         self.total = total
         c = config
-        self.kv = lazy_zeros((c.num_layers, 2, total, c.num_kv_heads, BLOCK, c.head_size), dtype)
+        width = stored_width(c.head_size, dtype)
+        self.kv = lazy_zeros((c.num_layers, 2, total, c.num_kv_heads, BLOCK, width), dtype)
         self._free = list(range(total - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = SegmentedLru(total)
+        self._reused = bytearray(total)
         self._references = [0] * total
         self._held = 0
         self._by_hash: dict[bytes, int] = {}
         self._names: dict[int, list[bytes]] = {}
+        self.before_eviction: Callable[[int, Sequence[bytes]], None] | None = None
+        """Is told which block is about to be evicted, while it can still be found under its names."""
 
     @property
     def free(self) -> int:
@@ -85,22 +94,26 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def allot(self) -> int:
-        """Return a block, held once; evicts the least recently used one if none is free."""
+        """Return a block, held once; evicts the one that is missed least if none is free."""
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block = self._cached.pop()
+            if self.before_eviction is not None:
+                self.before_eviction(block, tuple(self._names.get(block, ())))
             self._forget(block)
         self._references[block] = 1
+        self._reused[block] = False
         self._held += 1
         return block
 
     def hold(self, block: int) -> None:
-        """Hold a block once more."""
+        """Hold a block once more, because its content is used again."""
         if self._references[block] == 0:
-            del self._cached[block]
+            self._cached.remove(block)
             self._held += 1
         self._references[block] += 1
+        self._reused[block] = True
 
     def release(self, block: int) -> None:
         """Let go of a block once. The last one to let go leaves it cached if it can be found, else free."""
@@ -108,20 +121,36 @@ class BlockPool:
         if self._references[block] == 0:
             self._held -= 1
             if block in self._names:
-                self._cached[block] = None
+                self._cached.add(block, reused=bool(self._reused[block]))
             else:
                 self._free.append(block)
 
     def publish(self, block: int, name: bytes, slot: Slot, start: int, count: int) -> None:
         """Copy ``count`` tokens from a working row and make them findable under ``name``."""
         self.kv[:, :, block, :, :count] = slot.lane.kv[:, :, slot.row, :, start : start + count]
+        self.name(block, name)
+
+    def name(self, block: int, name: bytes) -> None:
+        """Make what a block holds findable under ``name``, unless another block is."""
         if name not in self._by_hash:
             self._by_hash[name] = block
             self._names.setdefault(block, []).append(name)
 
+    def is_cached(self, block: int) -> bool:
+        """Whether nobody holds a block that can be found."""
+        return block in self._cached
+
     def load(self, block: int, slot: Slot, start: int, count: int = BLOCK) -> None:
         """Copy the first ``count`` tokens of a block into a working row."""
         slot.lane.kv[:, :, slot.row, :, start : start + count] = self.kv[:, :, block, :, :count]
+
+    def load_whole(self, blocks: Sequence[int], slot: Slot) -> None:
+        """Copy whole blocks, one after another, to the beginning of a working row."""
+        row = slot.lane.kv[:, :, slot.row]
+        for first in range(0, len(blocks), TOGETHER):
+            some = torch.tensor(blocks[first : first + TOGETHER])
+            part = row[:, :, :, first * BLOCK : (first + len(some)) * BLOCK]
+            part.unflatten(3, (-1, BLOCK)).copy_(self.kv[:, :, some].transpose(2, 3))
 
     def find(self, name: bytes) -> int | None:
         """Return the block that is published under ``name``."""

@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from lehr.core.batch import Manifest
+from lehr.core.errors import ConfigError
 from lehr.core.trace import Sampling, Version
-from lehr.engine.base import EngineError, EngineStats, InFlight
+from lehr.engine.base import EngineError, EngineStats, InFlight, TierStats
 from lehr.engine.native.adapters import Adapters
 from lehr.engine.native.attention import Span, StepAttention, lengths
 from lehr.engine.native.bounds import has_ended, require_servable
@@ -36,12 +37,16 @@ from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.native.sparse import settle
+from lehr.engine.native.tiers.prefetch import Prefetcher
+from lehr.engine.native.tiers.store import Tiers
 from lehr.engine.native.weights import load_published, prepared
 from lehr.model.base import Tokenizer
 from lehr.model.decoder import Decoder
 from lehr.model.lora import LowRank, Place, read_adapter
 
 _SLICE_TOKENS = 320
+PAUSE_S = 0.005
+"""How long a step with nothing to compute waits for a load: callers are answered between steps."""
 
 FIRST = Version(0, 0)
 """The version of weights that nobody named."""
@@ -77,13 +82,18 @@ class NativeEngine:
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._grammars = Grammars(tokenizer, self.model_config.vocab_size, self._stop_ids)
+        self._int8 = self.config.kv_dtype == "int8"
+        kept_in = torch.int8 if self._int8 else self.dtype
         blocks = max(1, self.config.cache_tokens // BLOCK)
+        pool = BlockPool(self.model_config, blocks, kept_in)
+        self._tiers = self._open_tiers(pool)
         self._scheduler = Scheduler(
-            BlockPool(self.model_config, blocks, self.dtype),
-            Rows(self.model_config, self.dtype, self.config.sparse.block if self.config.sparse else 0),
-            root(version, self.dtype, self._policy()),
+            pool,
+            Rows(self.model_config, kept_in, self.config.sparse.block if self.config.sparse else 0),
+            self._root(version),
             max_running=self.config.max_running,
             token_budget=self.config.token_budget,
+            prefetcher=self._tiers,
         )
         self._ids = itertools.count(1)
         self._prompt_tokens = self._cached_tokens = self._own_tokens = self._steps = 0
@@ -95,9 +105,23 @@ class NativeEngine:
         self._decoder = decoder
         self._fused = FusedForward(decoder, self._kernels, self.config.sparse) if self._kernels else None
 
-    def _policy(self) -> str:
-        sparse = self.config.sparse
-        return "exact" if sparse is None else f"sparse/{sparse.digest()}"
+    def _open_tiers(self, pool: BlockPool) -> Prefetcher | None:
+        config = self.config
+        if not config.tier_memory_bytes and not config.tier_disk_bytes:
+            return None
+        folder = Path(config.tier_folder).expanduser() if config.tier_folder else None
+        if config.tier_disk_bytes and folder is None:
+            raise ConfigError(
+                f"tier_disk_bytes is {config.tier_disk_bytes}, and tier_folder is not set",
+                expected="a folder for the files, on a fast local disk",
+            )
+        item_bytes = 1 if self._int8 else self.dtype.itemsize
+        return Prefetcher(pool, Tiers(config.tier_memory_bytes, config.tier_disk_bytes, folder, item_bytes))
+
+    def _root(self, version: Version) -> bytes:
+        if self.config.sparse is not None:
+            return root(version, self.dtype, f"sparse/{self.config.sparse.digest()}")
+        return root(version, self.dtype, "quantized" if self._int8 else "exact")
 
     @property
     def idle(self) -> bool:
@@ -114,7 +138,7 @@ class NativeEngine:
         prompt = list(map(int, tokens))
         self._check(prompt, sampling)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
+        request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session, int8=self._int8)
         if self._decoder.rotary.depends_on(request.longest - 1):  # the last token is never computed
             request.stretch = request.longest - 1
         request.sparse = self.config.sparse is not None
@@ -166,12 +190,16 @@ class NativeEngine:
         started = time.perf_counter()
         pieces = self._scheduler.plan()
         if not pieces:
+            if self._tiers is not None:
+                self._tiers.wait(PAUSE_S)
             return []
         pieces = _in_row_order(pieces)
         done = self._finish(pieces, self._forward(pieces))
         self._steps += 1
         self.computed_tokens += sum(p.rows for p in pieces)
-        self._busy_s += time.perf_counter() - started
+        spent = time.perf_counter() - started
+        self._busy_s += spent
+        self._measure(pieces, spent)
         pool = self._scheduler.pool
         if pool.free + pool.cached + pool.held != pool.total:
             raise EngineError(
@@ -179,6 +207,12 @@ class NativeEngine:
                 expected=f"{pool.total} in all",
             )
         return done
+
+    def _measure(self, pieces: list[Piece], seconds: float) -> None:
+        """Note how fast prompts are computed, in steps that do little else."""
+        prompts = sum(p.count for p in pieces if p.count > 1)
+        if self._tiers is not None and prompts > max(BLOCK, sum(p.rows for p in pieces) // 2):
+            self._tiers.choice.compute.note(prompts, seconds)
 
     def _forward(self, pieces: list[Piece]) -> torch.Tensor:
         """Compute the pieces; return the hidden states of each one's last token and its draft, ``[N, D]``."""
@@ -371,7 +405,7 @@ class NativeEngine:
         self._use(self._fetched.pop(version))
         self._fetched = {v: d for v, d in self._fetched.items() if v > version}
         self.version = version
-        self._scheduler.restart(root(version, self.dtype, self._policy()))
+        self._scheduler.restart(self._root(version))
         return ended
 
     def flush(self) -> None:
@@ -388,6 +422,8 @@ class NativeEngine:
     def stats(self) -> EngineStats:
         """Return a snapshot."""
         s = self._scheduler
+        if self._tiers is not None:
+            self._tiers.settle()
         return EngineStats(
             version=self.version,
             running=len(s.running),
@@ -403,7 +439,13 @@ class NativeEngine:
             steps=self._steps,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
+            tiers=self._tiers.stats() if self._tiers is not None else TierStats(),
         )
+
+    def close(self) -> None:
+        """End the threads of the slower tiers and remove their files. Idempotent."""
+        if self._tiers is not None:
+            self._tiers.close()
 
 
 def _slices(pieces: list[Piece]) -> list[list[Piece]]:

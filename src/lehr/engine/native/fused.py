@@ -64,6 +64,8 @@ class FusedForward:
         inner = x.new_empty(count, config.intermediate_size)
         x_at, normed_at, query_at, mixed_at = (t.data_ptr() for t in (x, normed, query, mixed))
         cos_at, sin_at, inner_at = cos.data_ptr(), sin.data_ptr(), inner.data_ptr()
+        int8 = spans[0].slot.lane.kv.dtype is torch.int8
+        rotate = kernels.rotate_int8 if int8 else kernels.rotate
         sparse = self._sparse
         block = sparse.block if sparse else 0
         closing = [s for s in spans if block and _closes(s, block)]
@@ -79,10 +81,11 @@ class FusedForward:
             if sparse is not None:
                 chosen = (sparse.sink_blocks, sparse.window, sparse.top_blocks, sparse.block)
                 kernels.attend_sparse(query_at, mixed_at, at, bounds.ctypes.data, where, *shape, *chosen)
-            elif longest > LONG:
+            elif longest > LONG and not int8:
                 kernels.attend_split(query_at, mixed_at, at, where, *shape)
             else:
-                kernels.attend(query_at, mixed_at, at, where, *shape)
+                near = kernels.attend_int8 if int8 else kernels.attend
+                near(query_at, mixed_at, at, where, *shape)
 
         longest = int(positions[:directly].max(initial=0))
         added: Tensor | None = None  # what the layer before adds to the residual stream
@@ -97,7 +100,7 @@ class FusedForward:
                 eps,
             )
             qkv = layer.qkv(normed)
-            kernels.rotate(
+            rotate(
                 qkv.data_ptr(), cos_at, sin_at, layer.q_norm, layer.k_norm, query_at, at, where, number,
                 count, heads, kv_heads, size, eps,
             )  # fmt: skip
@@ -108,8 +111,9 @@ class FusedForward:
                 attend(number)
             for span in chunks:
                 part = slice(span.offset, span.offset + span.count)
-                kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]
                 if sparse is None:
+                    kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]
+                    kv = self._widened(kv)
                     mixed[part] = chunk_attention(query[part], kv[0], kv[1], span.start)
                 else:
                     mixed[part] = sparse_attention(
@@ -145,6 +149,17 @@ class FusedForward:
         )  # fmt: skip
         self.choosing_s += time.perf_counter() - begun
         return chosen_NKC
+
+    def _widened(self, kv: Tensor) -> Tensor:
+        """Return keys and values, ``[2, K, S, E]``, of one layer and row, in the compute dtype."""
+        if kv.dtype is not torch.int8:
+            return kv
+        config = self._decoder.config
+        _, heads, count, _ = kv.shape
+        wide = torch.empty(2, heads, count, config.head_size, dtype=self._decoder.embed.weight.dtype)
+        value, head, _, _ = kv.stride()
+        self._kernels.widen_int8(kv.data_ptr(), wide.data_ptr(), value, head, heads, count, config.head_size)
+        return wide
 
 
 class _Weights:

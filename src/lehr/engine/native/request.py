@@ -18,6 +18,7 @@ from lehr.engine.native.adapters import Adapter
 from lehr.engine.native.drafts import DraftSource
 from lehr.engine.native.guides import Guide
 from lehr.engine.native.rows import Slot
+from lehr.engine.native.tiers.prefetch import Load
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +29,7 @@ class Request:
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
     stretch: the length that its rotary angles depend on (dynamic position scaling), or 0.
     sparse: whether only some keys are seen.
+    load: what is on its way from a slower tier while it waits. int8: whether keys and values are quantised.
     kept: whether keys and values from before a flush or a weight swap are in use; they are never published.
     ever_kept: whether keys and values of another weight version were in use.
     """
@@ -52,6 +54,8 @@ class Request:
     stretch: int = 0
     sparse: bool = False
     kept: bool = False
+    int8: bool = False
+    load: Load | None = None
     ever_kept: bool = False
     cached_tokens: int = 0
     drafter: DraftSource | None = None
@@ -85,9 +89,11 @@ class Request:
 
     def completion(self) -> Completion:
         """Return what was sampled. Valid once finished."""
-        policy: KvPolicy = "sparse" if self.sparse else "exact"
-        if self.ever_kept:
-            policy = "sparse_kept_across_versions" if self.sparse else "kept_across_versions"
+        policy: KvPolicy = "kept_across_versions" if self.ever_kept else "exact"
+        if self.int8:
+            policy = "quantized_kept_across_versions" if self.ever_kept else "quantized"
+        elif self.sparse:
+            policy = "sparse_kept_across_versions" if self.ever_kept else "sparse"
         now = time.monotonic()
         started = self.started or now
         return Completion(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lehr.engine.native.quantise import stored_width
 from lehr.model.config import ModelConfig
 
 SMALLEST = 128
@@ -45,8 +46,14 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers, stored in ``dtype``."""
+    c = config
+    return 2 * c.num_layers * c.num_kv_heads * stored_width(c.head_size, dtype) * dtype.itemsize
+
+
 class Lane:
-    """Rows of one capacity. ``kv`` is [layer, key or value, row, kv head, position, head size];
+    """Rows of one capacity. ``kv`` is [layer, key or value, row, kv head, position, stored width];
     ``bounds``, of blocks of keys and of families of blocks, are [layer, 1, row, kv head, family, lowest or
     highest, head size, member], and there are none without a ``block``.
     """
@@ -62,7 +69,8 @@ class Lane:
 
     def _room(self, rows: int) -> list[Tensor]:
         c = self._config
-        room = [lazy_zeros((c.num_layers, 2, rows, c.num_kv_heads, self.capacity, c.head_size), self._dtype)]
+        width = stored_width(c.head_size, self._dtype)
+        room = [lazy_zeros((c.num_layers, 2, rows, c.num_kv_heads, self.capacity, width), self._dtype)]
         families = self._families
         while families and len(room) < 3:
             shape = (c.num_layers, 1, rows, c.num_kv_heads, families, 2, c.head_size, FAMILY)
@@ -94,8 +102,8 @@ class Lane:
 
 
 class Rows:
-    """All lanes. Capacities are powers of two, but for long rows. ``block``: tokens of a block that gets
-    bounds; 0 is none.
+    """All lanes. Capacities are powers of two, but for long rows. ``dtype`` is what is stored: int8 is
+    quantised. ``block``: tokens of a block that gets bounds; 0 is none.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, block: int = 0) -> None:
@@ -113,7 +121,7 @@ class Rows:
         lane = self.lanes.get(capacity)
         if lane is None:
             c = self._config
-            row = 2 * c.num_layers * c.num_kv_heads * capacity * c.head_size * self._dtype.itemsize
+            row = capacity * token_bytes(c, self._dtype)
             rows = min(max(FIRST_ROWS, ROOM_BYTES // row), MOST_ROWS)
             lane = self.lanes[capacity] = Lane(self._config, capacity, rows, self._dtype, self._block)
         return lane.take()

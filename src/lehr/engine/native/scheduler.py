@@ -2,7 +2,8 @@
 
 Every running request that decodes gets its one token first; what is left of the token budget goes to
 prompts, oldest first, cut into chunks where needed. A request whose prompt another one is computing right
-now waits for that step to end and finds the result in the cache. When blocks run out, the youngest
+now waits for that step to end and finds the result in the cache; one whose prefix comes from a slower tier
+waits until it is there, and others go first. When blocks run out, the youngest
 running request is sent back to wait and will be computed again.
 """
 
@@ -10,13 +11,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from lehr.engine.native.cache import BLOCK, BlockPool, link, seed_of
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
+from lehr.engine.native.tiers.prefetch import AT_ONCE, SEGMENT, Prefetcher
 
 DRAFTED_ROWS = 16
 """Tokens in a step up to which drafts are added: beyond, a row costs about as much as it saves."""
+
+AHEAD = 8
+"""Requests in line whose keys and values are looked for in slower tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,18 @@ class Scheduler:
     """Owns the queues, the block pool and the working rows. Pure bookkeeping: runs no model."""
 
     def __init__(
-        self, pool: BlockPool, rows: Rows, seed: bytes, *, max_running: int, token_budget: int
+        self,
+        pool: BlockPool,
+        rows: Rows,
+        seed: bytes,
+        *,
+        max_running: int,
+        token_budget: int,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         self.pool, self.rows, self.seed = pool, rows, seed
         self.max_running, self.token_budget = max_running, token_budget
+        self.prefetcher = prefetcher
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._pending: dict[bytes, Request] = {}
@@ -70,7 +84,8 @@ class Scheduler:
             if budget > 0 and request.slot is not None and request.remaining > 1:
                 pieces.append(Piece(request, min(request.remaining, budget)))
                 budget -= pieces[-1].count
-        self._admit(pieces, budget)
+        if self._admit(pieces, budget):
+            self._look_ahead()
         return pieces
 
     def _draft(self, request: Request, room: int) -> tuple[int, ...]:
@@ -86,19 +101,58 @@ class Scheduler:
             request.blocks.append(self.pool.allot())
         return drafted[: len(request.blocks) * BLOCK - len(request.tokens)]
 
-    def _admit(self, pieces: list[Piece], budget: int) -> None:
-        passed: list[Request] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_running:
-            request = self.waiting.popleft()
-            if self._is_being_computed(request):
-                passed.append(request)
+    def _admit(self, pieces: list[Piece], budget: int) -> bool:
+        """Let requests join in their order. Return False where one lacked blocks: then none are to be had."""
+        for request in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_running:
+                return True
+            if self._is_being_computed(request) or self._is_loading(request):
                 continue
             if not self._join(request):
-                passed.append(request)
-                break
+                return False
+            self.waiting.remove(request)
             pieces.append(Piece(request, min(request.remaining, budget)))
             budget -= pieces[-1].count
-        self.waiting.extendleft(reversed(passed))
+        return True
+
+    def _look_ahead(self) -> None:
+        """Begin to load what the next requests in line will need."""
+        if self.prefetcher is None:
+            return
+        self.prefetcher.settle()
+        for request in islice(self.waiting, AHEAD):
+            if self.prefetcher.busy >= AT_ONCE:
+                return
+            self._begin_load(request)
+
+    def _is_loading(self, request: Request) -> bool:
+        """Whether a request, whose turn it is, should wait for what is on its way from a slower tier."""
+        if self.prefetcher is None:
+            return False
+        self._begin_load(request)
+        return request.load is not None and not self.prefetcher.settled(request.load)
+
+    def _begin_load(self, request: Request) -> None:
+        if self.prefetcher is not None and request.load is None and not self._is_being_computed(request):
+            usable = (len(request.tokens) - 1) // BLOCK
+            request.load = self.prefetcher.begin(request.chain, usable, len(self.running))
+
+    def _end_load(self, request: Request) -> None:
+        if self.prefetcher is not None and request.load is not None:
+            self.prefetcher.release(request.load)
+            request.load = None
+
+    def _yield_blocks(self) -> bool:
+        """Take blocks back from what was loaded for requests that still wait, the last in line first. Return
+        whether any became available. A load that is under way is left to end: it would be begun again.
+        """
+        before = self.pool.available
+        for request in reversed(self.waiting):
+            if self.prefetcher is not None and request.load is not None and request.load.over:
+                self._end_load(request)
+            if self.pool.available > before:
+                return True
+        return False
 
     def _seed(self, request: Request) -> bytes:
         """Return what a request's chain of hashes starts from: an adapter finds what it computed itself, and a
@@ -126,22 +180,28 @@ class Scheduler:
         self._chain(request)
         for name in self._wanted(request):
             if self.pool.find(name) is None:
-                return name in self._pending
+                return name in self._pending or self._is_coming(name, request)
         return False
+
+    def _is_coming(self, name: bytes, request: Request) -> bool:
+        return self.prefetcher is not None and request.load is None and self.prefetcher.is_coming(name)
 
     def _join(self, request: Request) -> bool:
         """Give a request blocks and a row, filled from the cache as far as possible."""
         length = len(request.tokens)
         match = self.pool.match(request.chain, self._seed(request), request.tokens, length - 1)
+        self._end_load(request)
         needed = blocks_for(length) - len(match.blocks)
         headroom = sum(1 for r in self.running if r.remaining == 1 and len(r.tokens) % BLOCK == 0)
-        if needed + (headroom if self.running else 0) > self.pool.available:
-            for block in match.blocks:
+        wanted = needed + (headroom if self.running else 0)
+        while wanted > self.pool.available and self._yield_blocks():
+            pass
+        if wanted > self.pool.available:
+            for block in reversed(match.blocks):
                 self.pool.release(block)
             return False
         request.slot = self.rows.take(request.longest)
-        for i, block in enumerate(match.blocks):
-            self.pool.load(block, request.slot, i * BLOCK)
+        self.pool.load_whole(match.blocks, request.slot)
         whole = len(match.blocks) * BLOCK
         if match.part_tokens:
             self.pool.load(match.part, request.slot, whole, match.part_tokens)
@@ -161,6 +221,8 @@ class Scheduler:
             if self.pool.available:
                 request.blocks.append(self.pool.allot())
                 continue
+            if self._yield_blocks():
+                continue
             youngest = self.running[-1]
             self.send_back(youngest)
             self.preemptions += 1
@@ -174,11 +236,15 @@ class Scheduler:
         if request.kept or request.slot is None:
             return
         self._chain(request)
+        first = 0 if everything else request.published
         while (request.published + 1) * BLOCK <= request.computed:
             i = request.published
             self.pool.publish(request.blocks[i], request.chain[i], request.slot, i * BLOCK, BLOCK)
             self._pending.pop(request.chain[i], None)
             request.published += 1
+        if self.prefetcher is not None:
+            end = request.published if everything else request.published // SEGMENT * SEGMENT
+            self.prefetcher.note(request.chain, first, end)
         start = request.published * BLOCK
         if (everything or request.computed == request.prompt_length) and request.computed > start:
             parent = request.chain[request.published - 1] if request.published else self._seed(request)
@@ -198,6 +264,7 @@ class Scheduler:
         if request.slot is None:
             if request in self.waiting:
                 self.waiting.remove(request)
+            self._end_load(request)
             return
         self.publish(request, everything=True)
         self.running.remove(request)
@@ -205,7 +272,8 @@ class Scheduler:
             del self._pending[name]
         lane = request.slot.lane
         lane.free(request.slot, lane.capacity)
-        for block in request.blocks:
+        # a prefix is of use without what follows, not the other way round
+        for block in reversed(request.blocks):
             self.pool.release(block)
         request.slot, request.blocks, request.computed, request.published = None, [], 0, 0
         request.kept = False
@@ -215,6 +283,10 @@ class Scheduler:
         self.seed = seed
         self.pool.flush()
         self._pending.clear()
+        for request in self.waiting:
+            self._end_load(request)
+        if self.prefetcher is not None:
+            self.prefetcher.restart()
         for request in [*self.waiting, *self.running]:
             request.chain = []
             request.published = 0

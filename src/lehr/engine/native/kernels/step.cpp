@@ -4,6 +4,7 @@
 // rounded to bfloat16 where the plain decoder rounds them, so that both give the same numbers. Rows are divided
 // between the threads of the OpenMP pool that torch uses.
 
+#include "attend.h"
 #include "shared.h"
 
 namespace {
@@ -45,29 +46,6 @@ template <class T> void gated(const T* gate_up, T* out, int64_t rows, int64_t in
             float silu = g / (1.0f + exponential(-g));
             out_row[i] = store<T>(rounded<T>(silu) * load(up[i]));
         }
-    }
-}
-
-template <class T>
-void turn(const T* in, const T* weight, const T* cos, const T* sin, T* out, int64_t size, float eps) {
-    float scale = 1;
-    if (weight) {
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < size; i++) sum += load(in[i]) * load(in[i]);
-        scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
-    }
-    const int64_t half = size / 2;
-#pragma omp simd
-    for (int64_t i = 0; i < half; i++) {
-        float low = load(in[i]), high = load(in[i + half]);
-        if (weight) {
-            low = rounded<T>(low * scale * load(weight[i]));
-            high = rounded<T>(high * scale * load(weight[i + half]));
-        }
-        float c = load(cos[i]), s = load(sin[i]);
-        out[i] = store<T>(rounded<T>(low * c) - high * s);
-        out[i + half] = store<T>(rounded<T>(high * c) + low * s);
     }
 }
 
@@ -124,34 +102,12 @@ void mix(const float* weights, const T* value, float* mixed, int64_t count, int6
     }
 }
 
-inline void softmax(float* line, int64_t count) {
-    float top = -INFINITY, sum = 0;
-#pragma omp simd reduction(max : top)
-    for (int64_t p = 0; p < count; p++) top = line[p] > top ? line[p] : top;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t p = 0; p < count; p++) {
-        float e = exponential(line[p] - top);
-        line[p] = e;
-        sum += e;
-    }
-    const float inverse = 1.0f / sum;
-#pragma omp simd
-    for (int64_t p = 0; p < count; p++) line[p] *= inverse;
-}
-
 template <class T> inline const T* first_key(const Place& place, int64_t layer) {
     return reinterpret_cast<const T*>(place.base) + layer * place.layer;
 }
 
-// Asks for memory that is needed soon: the processor's own look-ahead stops at every page.
-template <class T> inline void fetch(const T* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
-}
-
 // One query position per token over all positions up to its own. The query heads that share a key head go over the
 // same tile of keys and values while it is in the nearest cache.
-constexpr int64_t kTile = 64;
-
 template <class T, int SIZE>
 void attend_sized(const T* query, T* out, const Place* places, const int64_t* positions, int64_t layer,
                   int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size) {
