@@ -87,6 +87,10 @@ class Stepper(Protocol):
         """Return a snapshot."""
         ...
 
+    def close(self) -> None:
+        """Free what lies outside this object: files and threads. Called last, from any thread. Idempotent."""
+        ...
+
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
@@ -228,12 +232,14 @@ class LocalEngine:
         """Abort what runs and end the thread. Idempotent."""
         if self._closed:
             return
-        await self.abort()
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._native.close)
+        try:
+            await self.abort()
+        finally:
+            with self._wake:
+                self._closed = True
+                self._wake.notify()
+            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._stepper.close)
 
     async def _between_steps(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the engine's thread before its next step, and return its result."""

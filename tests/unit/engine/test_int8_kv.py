@@ -99,7 +99,7 @@ def test_e20_the_policy_is_in_the_trace(bench: Any) -> None:
     bench.run(engine, across)
     exact = bench.engine().submit([1], Sampling(max_tokens=0)).completion()
     assert (before.completion().kv_policy, across.completion().kv_policy) == (
-        "int8",
+        "quantized",
         "quantized_kept_across_versions",
     )
     for order in ((across, before), (before, across)):
