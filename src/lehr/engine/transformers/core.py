@@ -277,6 +277,9 @@ class TransformersCore:
     def flush(self) -> None:
         """Nothing is cached across requests."""
 
+    def close(self) -> None:
+        """Nothing lies outside."""
+
     def stats(self) -> EngineStats:
         """Return a snapshot. Nothing is ever cached; what running requests may become is held."""
         held = self._held()
