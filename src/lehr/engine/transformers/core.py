@@ -114,9 +114,6 @@ class TransformersCore:
             tokenizer=self._tokenizer,
         )
 
-    def close(self) -> None:
-        """Do nothing: all that is held is memory."""
-
     def prepare(self, sampling: Sampling) -> None:
         """Do nothing: what would have to be compiled is refused."""
 
