@@ -109,7 +109,7 @@ class Stepper(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what is held outside memory. Called once, after the last step."""
+        """Free what lies outside this object: files and threads. Called last, from any thread. Idempotent."""
         ...
 
 
@@ -283,13 +283,15 @@ class LocalEngine:
         """Abort what runs and end the thread. Idempotent."""
         if self._closed:
             return
-        await self.abort()
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._stepper.close)
+        try:
+            await self.abort()
+        finally:
+            with self._wake:
+                self._closed = True
+                self._wake.notify()
+            self._compiler.shutdown(wait=False, cancel_futures=True)
+            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._stepper.close)
 
     async def _between_steps(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the engine's thread before its next step, and return its result."""

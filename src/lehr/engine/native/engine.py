@@ -286,9 +286,10 @@ class NativeEngine:
             if piece.request.own == 0:
                 self._cached_tokens += piece.request.cached_tokens
             if self._take(piece, drawn, first, mask.dead if mask else frozenset()):
-                self._drop(piece.request)
                 done.append(piece.request)
             first += 1 + len(piece.draft)
+        for request in reversed(done):  # the last row first: then no row moves into a place that is freed next
+            self._drop(request)
         return done
 
     def _mask(self, ready: list[Piece]) -> Mask | None:

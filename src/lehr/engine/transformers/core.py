@@ -114,9 +114,6 @@ class TransformersCore:
             tokenizer=self._tokenizer,
         )
 
-    def close(self) -> None:
-        """Do nothing: all that is held is memory."""
-
     def prepare(self, sampling: Sampling) -> None:
         """Do nothing: what would have to be compiled is refused."""
 
@@ -276,6 +273,9 @@ class TransformersCore:
 
     def flush(self) -> None:
         """Nothing is cached across requests."""
+
+    def close(self) -> None:
+        """Nothing lies outside."""
 
     def stats(self) -> EngineStats:
         """Return a snapshot. Nothing is ever cached; what running requests may become is held."""
