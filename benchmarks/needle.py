@@ -26,7 +26,7 @@ LEAST_STEPS, LENGTHS = 50, (64, 96, 128, 192, 256)
 """Steps at least, and tokens of the contexts that are trained on."""
 LOOKING, STRENGTH = 8, 11.0
 """Pairs of channels of a head that looks one position back, and their size."""
-SIZE, MATCH, STEADY = 0.5, 2.0, 12
+SIZE, MATCH, STEADY = 0.5, 3.0, 12
 """Of embeddings, of the projections that match keys, and the first pair of channels that hardly turns."""
 
 
@@ -72,7 +72,7 @@ def train(seconds: float, seed: int = 0) -> tuple[Decoder, float]:
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=5e-4, betas=(0.9, 0.98), weight_decay=0.01)
     draw = random.Random(seed)
     begun, right, step = time.monotonic(), 0.0, 0
-    while time.monotonic() - begun < seconds and (right < 0.985 or step < LEAST_STEPS):
+    while time.monotonic() - begun < seconds and (right < 0.99 or step < LEAST_STEPS):
         length = draw.choice(LENGTHS)
         told = [sample(draw, length, PAIRS) for _ in range(BATCH)]
         tokens_BT = torch.tensor([tokens for tokens, _ in told])
