@@ -16,9 +16,17 @@ from lehr.core.errors import Failure
 
 StopReason = Literal["eos", "stop", "length", "abort"]
 SpanName = Literal["queue", "generate", "tool", "verify"]
-KvPolicy = Literal["exact", "kept_across_versions", "quantized", "quantized_kept_across_versions"]
+KvPolicy = Literal[
+    "exact",
+    "kept_across_versions",
+    "quantized",
+    "quantized_kept_across_versions",
+    "sparse",
+    "sparse_kept_across_versions",
+]
 """How the keys and values that a completion was computed with differ from what its weights give in full
-precision: not at all, some are older weights', they were stored in fewer bits, or both."""
+precision: not at all, some are older weights', they were stored in fewer bits, only some were attended to. The
+later of two is the less exact."""
 ConstraintKind = Literal["json", "schema", "regex", "grammar"]
 
 

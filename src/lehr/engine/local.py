@@ -383,11 +383,9 @@ def open_engine(folder: Path, config: NativeConfig | None = None, version: Versi
     config = config or NativeConfig()
     tokenizer = load_tokenizer(folder)
     dtype = compute_dtype(config.dtype)
-    decoder = load_decoder(folder, dtype)
+    decoder = load_decoder(folder, dtype, config.rope_scaling)
     stop_ids = {*ChatRenderer(tokenizer).stop_ids, *decoder.config.eos_ids}
-    draft = (
-        load_decoder(locate(config.draft_model), compute_dtype(config.dtype)) if config.draft_model else None
-    )
+    draft = load_decoder(locate(config.draft_model), dtype) if config.draft_model else None
     native = NativeEngine(
         decoder, config=config, tokenizer=tokenizer, stop_ids=stop_ids, version=version, draft=draft
     )

@@ -21,6 +21,7 @@ from lehr.core.errors import ConfigError, OutOfSpace
 from lehr.model.config import load_config
 from lehr.model.decoder import Decoder
 from lehr.model.dtype import dtype_name
+from lehr.model.scaling import RopeScaling
 from lehr.model.weights import WEIGHTS, require_whole, weight_files
 
 
@@ -48,9 +49,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Return the model in ``folder`` with weights of type ``dtype``."""
-    config, tensors = load_config(folder), load_tensors(folder)
+def load_decoder(
+    folder: Path, dtype: torch.dtype = torch.float32, scaling: RopeScaling | None = None
+) -> Decoder:
+    """Return the model in ``folder`` with weights of type ``dtype``. ``scaling`` replaces the position scaling
+    of its configuration.
+    """
+    config, tensors = load_config(folder).scaled(scaling), load_tensors(folder)
     try:
         return Decoder.from_hf(config, tensors, dtype)
     except ConfigError as error:

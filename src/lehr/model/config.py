@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from lehr.core.config import Config
 from lehr.core.errors import ConfigError, UnknownName
-from lehr.model.values import count, positive, read_json, table, token_ids
+from lehr.model.scaling import Rope, RopeScaling, read_rope, rescaled, write_rope
+from lehr.model.values import count, positive, read_json, token_ids
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -26,21 +27,6 @@ FAMILIES = {
 
 MOST_LAYERS = 4096
 MOST_HEADS = 1 << 16
-
-_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-class Rope(Config):
-    """Rotary position embedding. ``linear`` divides positions by ``factor``; ``llama3`` divides only the
-    slow frequencies, with a smooth step between (Llama 3.1 report).
-    """
-
-    type: Literal["default", "linear", "llama3"] = "default"
-    theta: float = Field(default=10_000.0, gt=0)
-    factor: float = Field(default=1.0, gt=0)
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
 
 
 class ModelConfig(Config):
@@ -80,6 +66,13 @@ class ModelConfig(Config):
         """Width of all key heads together, and of all value heads."""
         return self.num_kv_heads * self.head_size
 
+    def scaled(self, scaling: RopeScaling | None) -> ModelConfig:
+        """Return this shape under another position scaling, with the longest sequence that it allows."""
+        if scaling is None:
+            return self
+        rope, longest = rescaled(self.rope, self.max_positions, scaling)
+        return self.model_copy(update={"rope": rope, "max_positions": longest})
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the content of a ``config.json``, of old and new transformers alike.
@@ -101,6 +94,7 @@ class ModelConfig(Config):
                 hint="Correct it, or fetch the model again.",
             )
         bias = bool(raw.get("attention_bias", False))
+        rope, longest = read_rope(raw, count(raw, "max_position_embeddings", default=2048))
         return cls(
             family=family,
             vocab_size=count(raw, "vocab_size"),
@@ -110,9 +104,9 @@ class ModelConfig(Config):
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_size=count(raw, "head_dim", default=max(1, hidden // heads), most=MOST_HEADS),
-            max_positions=_max_positions(raw, family),
+            max_positions=_within_window(raw, family, longest),
             norm_eps=positive(raw, "rms_norm_eps", 1e-6),
-            rope=_rope(raw),
+            rope=rope,
             tied_head=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=bias or family == "qwen2",
             o_bias=bias and family in ("llama", "qwen3"),
@@ -125,10 +119,7 @@ class ModelConfig(Config):
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """Return a ``config.json`` that transformers opens: its old keys and its new ones."""
-        rope: dict[str, Any] = {"rope_type": self.rope.type, "rope_theta": self.rope.theta}
-        if self.rope.type != "default":
-            keys = _ROPE_KEYS if self.rope.type == "llama3" else _ROPE_KEYS[:1]
-            rope |= {key: getattr(self.rope, key) for key in keys}
+        dynamic = self.rope.type == "dynamic"
         raw: dict[str, Any] = {
             "architectures": [FAMILIES[self.family]],
             "model_type": self.family,
@@ -140,10 +131,12 @@ class ModelConfig(Config):
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_size,
             "hidden_act": "silu",
-            "max_position_embeddings": self.max_positions,
+            "max_position_embeddings": (
+                self.rope.original_max_position_embeddings if dynamic else self.max_positions
+            ),
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope.theta,
-            "rope_parameters": rope,
+            "rope_parameters": write_rope(self.rope),
             "tie_word_embeddings": self.tied_head,
             "attention_bias": self.qkv_bias and self.family != "qwen2",
             "attention_dropout": 0.0,
@@ -192,35 +185,9 @@ def _refuse_variants(raw: Mapping[str, Any], family: str) -> None:
         )
 
 
-def _max_positions(raw: Mapping[str, Any], family: str) -> int:
-    longest = count(raw, "max_position_embeddings", default=2048)
+def _within_window(raw: Mapping[str, Any], family: str, longest: int) -> int:
     slides = family == "mistral" or bool(raw.get("use_sliding_window"))
     return min(longest, count(raw, "sliding_window", default=longest)) if slides else longest
-
-
-def _rope(raw: Mapping[str, Any]) -> Rope:
-    scaling = table(raw, "rope_parameters") or table(raw, "rope_scaling")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise ConfigError(
-            f"rotary scaling {kind!r} is not supported", expected="'default', 'linear' or 'llama3'"
-        )
-    if positive({**scaling, **raw}, "partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial rotary embedding is not supported", expected="partial_rotary_factor 1.0")
-    theta = positive(scaling, "rope_theta", positive(raw, "rope_theta", 10_000.0))
-    if kind == "default":
-        return Rope(theta=theta)
-    usual = Rope()
-    return Rope(
-        type=kind,
-        theta=theta,
-        factor=positive(scaling, "factor", usual.factor),
-        low_freq_factor=positive(scaling, "low_freq_factor", usual.low_freq_factor),
-        high_freq_factor=positive(scaling, "high_freq_factor", usual.high_freq_factor),
-        original_max_position_embeddings=count(
-            scaling, "original_max_position_embeddings", default=usual.original_max_position_embeddings
-        ),
-    )
 
 
 def _one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:

@@ -9,7 +9,7 @@ Shape letters as in ``lehr.model.base``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional
 from lehr.core.errors import ConfigError
 from lehr.model.base import Attend
 from lehr.model.config import ModelConfig
-from lehr.model.rotary import angles, inverse_frequencies, rotate
+from lehr.model.rotary import Rotary, rotate
 
 
 class RMSNorm(nn.Module):
@@ -68,22 +68,26 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
-        self.inverse_frequencies = inverse_frequencies(config.rope, config.head_size)
+        self.rotary = Rotary(config.rope, config.head_size)
 
     def blocks(self) -> Iterator[Layer]:
         """Yield the layers in order."""
         for layer in self.layers:
             yield cast(Layer, layer)
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Return the hidden states after the final norm, ``[T, D]``."""
-        return self.transform(self.embed(tokens_T), positions_T, attend)
+    def hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the hidden states after the final norm, ``[T, D]``. ``lengths_T`` as in ``Rotary.angles``."""
+        return self.transform(self.embed(tokens_T), positions_T, attend, lengths_T)
 
-    def transform(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def transform(
+        self, x_TD: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Sequence[int] | None = None
+    ) -> Tensor:
         """Return :meth:`hidden` of tokens that are embedded already."""
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        cos, sin = angles(self.inverse_frequencies, positions_T, x_TD.dtype)
+        cos, sin = self.rotary.angles(positions_T, x_TD.dtype, lengths_T)
         for number, layer in enumerate(self.blocks()):
             qkv = layer.qkv(layer.attn_norm(x_TD)).unflatten(-1, (-1, config.head_size))
             turning, value_TKE = qkv.split((heads + kv_heads, kv_heads), dim=1)
@@ -113,7 +117,6 @@ class Decoder(nn.Module):
             decoder = cls(config)
         for _ in decoder._matched(tensors):  # before memory of the sizes that the configuration claims is taken
             pass
-        decoder.inverse_frequencies = inverse_frequencies(config.rope, config.head_size)
         decoder.to_empty(device="cpu")
         decoder.to(dtype)
         if config.tied_head:

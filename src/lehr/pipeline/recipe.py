@@ -166,6 +166,11 @@ class Recipe(Config):
                 if missing:
                     raise ValueError(f"stage {stage.name!r} needs {', '.join(missing)} before it")
             seen.add(stage.name)
+        if self.engine.rope_scaling is not None:
+            raise ValueError(
+                "engine.rope_scaling changes the model that is sampled from and not the one that is trained; "
+                "write the scaling into the model's config.json instead"
+            )
         if not self.domains:
             raise ValueError("a recipe needs at least one domain")
         if twice := sorted({name for name in self.domains if self.domains.count(name) > 1}):

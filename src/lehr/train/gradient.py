@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lehr.core.errors import ConfigError
 from lehr.model.decoder import Decoder
 from lehr.train.attention import SpanAttention
 from lehr.train.head import TokenLoss, head_loss, target_logprobs
@@ -39,6 +40,13 @@ class LossTokens:
 
 def _run(decoder: Decoder, batch: Microbatch, x_TD: Tensor) -> Tensor:
     config = decoder.config
+    longest = int(batch.positions.max()) + 1
+    if decoder.rotary.depends_on(longest):
+        raise ConfigError(
+            f"a sequence of {longest} tokens cannot be trained on with dynamic position scaling",
+            expected=f"at most {config.rope.original_max_position_embeddings} tokens, or another scaling",
+            hint="Its angles depend on the length; give the model's config.json the type yarn.",
+        )
     attend = SpanAttention(batch.spans, len(batch.tokens), groups=config.num_heads // config.num_kv_heads)
     return decoder.transform(x_TD, torch.from_numpy(batch.positions), attend)
 

@@ -20,7 +20,7 @@ from lehr.engine.native.rows import Rows
 from lehr.engine.native.sampler import draw, draw_whole, uniform
 from lehr.model.config import ModelConfig
 from lehr.model.decoder import Decoder
-from lehr.model.rotary import angles, rotate
+from lehr.model.rotary import rotate
 from lehr.model.tiny import random_decoder, tiny_config
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
@@ -154,7 +154,7 @@ def test_rotation_is_exact_in_both_formats() -> None:
         heads, size = 4, 64
         qkv = values(3, (heads + 4) * size, dtype=dtype)
         at = torch.tensor([0, 5, 1999])
-        cos, sin = angles(decoder.inverse_frequencies, at, dtype)
+        cos, sin = decoder.rotary.angles(at, dtype)
         query = torch.empty(3, heads, size, dtype=dtype)
         row = torch.zeros(2, 2, 2048, size, dtype=dtype)
         place = np.array([[row.data_ptr(), 0, row.stride(0), row.stride(1)]] * 3, np.int64)

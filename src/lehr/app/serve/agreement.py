@@ -60,7 +60,9 @@ def measure(folder: Path, fast: NativeConfig) -> Agreement:
     def engine(config: NativeConfig) -> NativeEngine:
         room = sum(map(len, prompts)) + len(prompts) * (NEW_TOKENS + 16)
         config = config.model_copy(update={"cache_tokens": max(config.cache_tokens, room)})
-        return NativeEngine(load_decoder(folder, compute_dtype(config.dtype)), config=config)
+        return NativeEngine(
+            load_decoder(folder, compute_dtype(config.dtype), config.rope_scaling), config=config
+        )
 
     written = _run(engine(standard(fast)), ((p, NEW_TOKENS) for p in prompts))
     ends = [r.prompt_length + i for r in written for i in range(r.own)]

@@ -11,20 +11,33 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from lehr.engine.native.flash import chunk_attention
 from lehr.engine.native.quantise import load, spread, store
 from lehr.engine.native.rows import Lane, Slot
+from lehr.engine.native.settings import SparseConfig
+from lehr.engine.native.sparse import sparse_attention, summarise
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """New tokens of one request: where they go, and where they stand in the step's packed tokens."""
+    """New tokens of one request: where they go, and where they stand in the step's packed tokens.
+
+    length: that the request can reach, where the angles of its positions depend on it; else 0.
+    """
 
     slot: Slot
     start: int
     count: int
     offset: int
+    length: int = 0
+
+
+def lengths(spans: Sequence[Span]) -> list[int] | None:
+    """Return the length of the whole sequence of each token, or None where no span depends on its own."""
+    if not any(s.length for s in spans):
+        return None
+    return [s.length for s in spans for _ in range(s.count)]
 
 
 class StepAttention:
@@ -32,13 +45,22 @@ class StepAttention:
     of one lane side by side in the order of their rows; ``chunks`` follow.
     """
 
-    def __init__(self, singles: Sequence[Span], chunks: Sequence[Span], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        singles: Sequence[Span],
+        chunks: Sequence[Span],
+        dtype: torch.dtype,
+        sparse: SparseConfig | None = None,
+    ) -> None:
+        self._sparse = sparse
         self._int8 = any(s.slot.lane.kv.dtype is torch.int8 for s in (*singles, *chunks))
+        if sparse is not None:
+            singles, chunks = (), (*singles, *chunks)
         lanes: dict[Lane, list[Span]] = {}
         for span in singles:
             lanes.setdefault(span.slot.lane, []).append(span)
         self._singles = [_Singles(lane, spans, dtype) for lane, spans in lanes.items()]
-        self._chunks = [(span, causal_mask(span.start, span.count, dtype)) for span in chunks]
+        self._chunks = chunks
 
     def __call__(self, layer: int, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
         """Store the new keys and values of ``layer`` and return the attention output, ``[T, H, E]``."""
@@ -47,14 +69,19 @@ class StepAttention:
             query_THE, key_TKE = spread(query_THE).to(query_THE.dtype), spread(key_TKE)
         for group in self._singles:
             group.attend(layer, query_THE, key_TKE, value_TKE, out_THE)
-        for span, mask in self._chunks:
+        for span in self._chunks:
             part = slice(span.offset, span.offset + span.count)
             kv = span.slot.lane.kv[layer, :, span.slot.row]
             end = span.start + span.count
             kv[0, :, span.start : end] = store(key_TKE[part].transpose(0, 1), kv.dtype)
             kv[1, :, span.start : end] = store(value_TKE[part].transpose(0, 1), kv.dtype)
-            kv = load(kv[:, :, :end], query_THE.shape[2], query_THE.dtype)
-            out_THE[part] = grouped_attention(query_THE[part], kv[0], kv[1], mask)
+            query = query_THE[part]
+            if self._sparse is None:
+                kv = load(kv[:, :, :end], query_THE.shape[2], query_THE.dtype)
+                out_THE[part] = chunk_attention(query, kv[0], kv[1], span.start)
+            else:
+                summarise(span.slot, layer, span.start, end, self._sparse.block)
+                out_THE[part] = sparse_attention(query, span.slot, layer, span.start, self._sparse)
         return out_THE
 
 
@@ -94,20 +121,3 @@ class _Singles:
         shares_NKRS = torch.softmax(scores_NKRS, dim=-1, dtype=torch.float32).to(scores_BSR.dtype)
         mixed_BRE = torch.bmm(shares_NKRS.flatten(0, 1), value_BSE)
         out_THE[self.part] = mixed_BRE.view(count, -1, size)
-
-
-def causal_mask(start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return ``[count, start + count]``: 0 where position ``start + i`` may look, -inf elsewhere."""
-    mask = torch.full((count, start + count), float("-inf"), dtype=dtype)
-    return mask.triu_(start + 1)
-
-
-def grouped_attention(query_LHE: Tensor, key_KSE: Tensor, value_KSE: Tensor, mask_LS: Tensor) -> Tensor:
-    """Return the attention output ``[L, H, E]`` of one sequence."""
-    length, heads, size = query_LHE.shape
-    groups = key_KSE.shape[0]
-    share = heads // groups
-    query = query_LHE.view(length, groups, share, size).permute(1, 2, 0, 3).reshape(1, groups, -1, size)
-    mask = mask_LS.repeat(share, 1)
-    mixed = functional.scaled_dot_product_attention(query, key_KSE[None], value_KSE[None], attn_mask=mask)
-    return mixed.view(groups, share, length, size).permute(2, 0, 1, 3).reshape(length, heads, size)

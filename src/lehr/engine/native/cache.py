@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lehr.core.trace import KvPolicy, Version
+from lehr.core.trace import Version
 from lehr.engine.native.eviction import SegmentedLru
 from lehr.engine.native.quantise import stored_width
 from lehr.engine.native.rows import Slot, lazy_zeros
@@ -27,8 +27,8 @@ TOGETHER = 32
 """Blocks that are copied by one operation."""
 
 
-def root(version: Version, dtype: torch.dtype, policy: KvPolicy = "exact") -> bytes:
-    """Return the hash that every chain of this version, compute dtype and way of keeping it starts from."""
+def root(version: Version, dtype: torch.dtype, policy: str = "exact") -> bytes:
+    """Return the hash that every chain of this version, dtype and way of keeping and attending starts from."""
     return hashlib.blake2b(f"{version.packed}/{dtype}/{policy}".encode(), digest_size=16).digest()
 
 

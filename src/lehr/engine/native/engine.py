@@ -22,7 +22,7 @@ from lehr.core.errors import ConfigError
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, TierStats
 from lehr.engine.native.adapters import Adapters
-from lehr.engine.native.attention import Span, StepAttention
+from lehr.engine.native.attention import Span, StepAttention, lengths
 from lehr.engine.native.bounds import has_ended, require_servable
 from lehr.engine.native.cache import BLOCK, BlockPool, root
 from lehr.engine.native.draft_model import DraftModel
@@ -36,6 +36,7 @@ from lehr.engine.native.sampler import Drawn, draw_each, uniform
 from lehr.engine.native.scheduler import Piece, Scheduler
 from lehr.engine.native.scoring import score
 from lehr.engine.native.settings import NativeConfig
+from lehr.engine.native.sparse import settle
 from lehr.engine.native.tiers.prefetch import Prefetcher
 from lehr.engine.native.tiers.store import Tiers
 from lehr.engine.native.weights import load_published, prepared
@@ -88,7 +89,7 @@ class NativeEngine:
         self._tiers = self._open_tiers(pool)
         self._scheduler = Scheduler(
             pool,
-            Rows(self.model_config, kept_in),
+            Rows(self.model_config, kept_in, self.config.sparse.block if self.config.sparse else 0),
             self._root(version),
             max_running=self.config.max_running,
             token_budget=self.config.token_budget,
@@ -102,7 +103,12 @@ class NativeEngine:
 
     def _use(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._fused = FusedForward(decoder, self._kernels) if self._kernels else None
+        self._fused = FusedForward(decoder, self._kernels, self.config.sparse) if self._kernels else None
+
+    def _policy(self) -> str:
+        if self.config.sparse is not None:
+            return f"sparse/{self.config.sparse.digest()}"
+        return "quantized" if self._int8 else "exact"
 
     def _open_tiers(self, pool: BlockPool) -> Prefetcher | None:
         config = self.config
@@ -118,7 +124,7 @@ class NativeEngine:
         return Prefetcher(pool, Tiers(config.tier_memory_bytes, config.tier_disk_bytes, folder, item_bytes))
 
     def _root(self, version: Version) -> bytes:
-        return root(version, self.dtype, "quantized" if self._int8 else "exact")
+        return root(version, self.dtype, self._policy())
 
     @property
     def idle(self) -> bool:
@@ -136,6 +142,9 @@ class NativeEngine:
         self._check(prompt, sampling)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session, int8=self._int8)
+        if self._decoder.rotary.depends_on(request.longest - 1):  # the last token is never computed
+            request.stretch = request.longest - 1
+        request.sparse = self.config.sparse is not None
         if sampling.adapter:
             request.adapter = self._adapters.get(sampling.adapter)
         if sampling.constraint is not None:
@@ -224,7 +233,7 @@ class NativeEngine:
             if request.slot is None:
                 raise EngineError(f"request {request.id} was planned without a row")
             request.started = request.started or time.monotonic()
-            spans.append(Span(request.slot, start, piece.rows, len(tokens)))
+            spans.append(Span(request.slot, start, piece.rows, len(tokens), request.stretch))
             tokens.extend(request.tokens[start : start + piece.count])
             tokens.extend(piece.draft)
         self._adapters.begin(
@@ -236,8 +245,12 @@ class NativeEngine:
             hidden_TD = self._fused.hidden(tokens, spans)
         else:
             positions = [position for s in spans for position in range(s.start, s.start + s.count)]
-            attention = StepAttention(spans[:singles], spans[singles:], self.dtype)
-            hidden_TD = self._decoder.hidden(torch.tensor(tokens), torch.tensor(positions), attention)
+            attention = StepAttention(spans[:singles], spans[singles:], self.dtype, self.config.sparse)
+            hidden_TD = self._decoder.hidden(
+                torch.tensor(tokens), torch.tensor(positions), attention, lengths(spans)
+            )
+        if self.config.sparse:
+            settle(spans, self.config.sparse.block)
         if singles == len(spans):
             return hidden_TD
         wanted = [

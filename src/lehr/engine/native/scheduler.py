@@ -155,8 +155,11 @@ class Scheduler:
         return False
 
     def _seed(self, request: Request) -> bytes:
-        """Return what a request's chain of hashes starts from: an adapter finds what it computed itself."""
-        return self.seed if request.adapter is None else seed_of(self.seed, request.adapter.identity)
+        """Return what a request's chain of hashes starts from: an adapter finds what it computed itself, and a
+        request whose keys depend on its length what its equals computed.
+        """
+        seed = self.seed if request.adapter is None else seed_of(self.seed, request.adapter.identity)
+        return link(seed, (request.stretch,)) if request.stretch else seed
 
     def _chain(self, request: Request) -> None:
         while (len(request.chain) + 1) * BLOCK <= len(request.tokens):

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lehr.engine.native.attention import causal_mask, grouped_attention
+from lehr.engine.native.flash import chunk_attention
 from lehr.model.decoder import Decoder
 
 _ROWS = 64
@@ -16,15 +16,14 @@ _ROWS = 64
 @torch.inference_mode()
 def score(decoder: Decoder, tokens: list[int], temperature: float) -> NDArray[np.float32]:
     """Return float32[T-1]: log-softmax(logits / temperature) of each token after the first; temperature 0
-    counts as 1. Logits exist for a few positions at a time only.
+    counts as 1. Logits exist for a few positions at a time only, scores of attention for a tile of keys.
     """
     ids_T = torch.tensor(tokens)
     if len(ids_T) < 2:
         return np.zeros(0, dtype=np.float32)
-    mask = causal_mask(0, len(ids_T) - 1, decoder.embed.weight.dtype)
 
     def attend(layer: int, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
-        return grouped_attention(query_THE, key_TKE.transpose(0, 1), value_TKE.transpose(0, 1), mask)
+        return chunk_attention(query_THE, key_TKE.transpose(0, 1), value_TKE.transpose(0, 1), 0)
 
     hidden_TD = decoder.hidden(ids_T[:-1], torch.arange(len(ids_T) - 1), attend)
     parts: list[Tensor] = []

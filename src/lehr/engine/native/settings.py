@@ -7,6 +7,31 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from lehr.core.config import Config, Count, Dtype
+from lehr.model.scaling import RopeScaling
+
+
+class SparseConfig(Config):
+    """Sparse attention: which keys a position sees. All of them while the context is short."""
+
+    sinks: int = Field(default=64, ge=0, lt=1 << 20)
+    """The first tokens, always seen; whole blocks."""
+    window: int = Field(default=1024, ge=32, lt=1 << 24)
+    """Tokens before each position that are always seen."""
+    top_blocks: int = Field(default=32, ge=1, lt=1 << 16)
+    """Blocks between the two that are seen: those that may matter most."""
+    block: Literal[8, 16, 32, 64, 128] = 64
+    """Tokens in a block."""
+
+    @property
+    def sink_blocks(self) -> int:
+        """Blocks that hold the sinks."""
+        return -(-self.sinks // self.block)
+
+    @property
+    def exact_tokens(self) -> int:
+        """Leading positions that see everything before them."""
+        return (self.sink_blocks + self.top_blocks + 1) * self.block + self.window - 1
+
 
 WeightFormat = Literal["plain", "int8"]
 
@@ -43,17 +68,27 @@ class NativeConfig(Config):
     tier_folder: str = ""
     """Where the files go, readable by this user only and removed when the engine closes. Several engines may
     share it: each has a folder of its own in there, and as many bytes."""
+    rope_scaling: RopeScaling | None = None
+    """Position scaling in place of the one in the model's ``config.json``: ``{type = "yarn", factor = 4}`` lets
+    a model take sequences four times as long as it was trained on. None keeps the model's own."""
+    sparse: SparseConfig | None = None
+    """Sparse attention, for contexts of tens of thousands of tokens and more. It changes the distribution:
+    what is sampled carries the policy ``sparse``. None attends to everything."""
     dtype: Dtype = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
 
     @model_validator(mode="after")
-    def _drafts(self) -> NativeConfig:
+    def _goes_together(self) -> NativeConfig:
         if self.draft_model and not self.draft_tokens:
             raise ValueError("draft_model needs draft_tokens, the number drafted at most per step, such as 4")
+        if self.sparse is not None and self.kv_dtype == "int8":
+            raise ValueError(
+                "sparse attention needs keys in the compute dtype: kv_dtype is 'int8', expected 'auto'"
+            )
         return self
 
 
-_FAST: dict[str, object] = {"weights": "int8", "draft_tokens": 8}
+_FAST: dict[str, object] = {"weights": "int8", "draft_tokens": 8, "kv_dtype": "int8"}
 
 
 def fast(config: NativeConfig) -> NativeConfig:
