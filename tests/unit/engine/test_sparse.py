@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lehr.core.config import resolve
+from lehr.core.errors import ConfigError
 from lehr.core.trace import Sampling, Version
 from lehr.engine.native.attention import Span
 from lehr.engine.native.cache import root
@@ -20,7 +22,7 @@ from lehr.engine.native.kernels.build import why_not
 from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.rows import FAMILY, LONG, Rows, Slot
 from lehr.engine.native.scoring import score
-from lehr.engine.native.settings import SparseConfig
+from lehr.engine.native.settings import NativeConfig, SparseConfig
 from lehr.engine.native.sparse import TILE, choose_blocks, sparse_attention, summarise
 from lehr.model.tiny import random_decoder, tiny_config
 
@@ -284,3 +286,22 @@ def test_memory_of_a_long_prompt_grows_with_the_chunk_only(bench: Any, sparse: S
             bench.run(engine, request)
         largest.append(seen.elements)
     assert max(largest) < 256 * 1900, "or scores of the chunk over all keys exist at once"
+
+
+def test_sparse_attention_refuses_int8_keys() -> None:
+    with pytest.raises(ConfigError, match="int8"):
+        resolve(NativeConfig, {"sparse": {}, "kv_dtype": "int8"})
+
+
+def test_long_int8_rows_are_what_short_ones_are(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lehr.engine.native import fused, rows
+
+    values = []
+    for long in (1 << 14, 128):
+        for module in (fused, rows):
+            monkeypatch.setattr(module, "LONG", long)
+        engine = bench.engine(token_budget=300, kv_dtype="int8")
+        request = engine.submit(bench.prompt(400), HOT)
+        bench.run(engine, request)
+        values.append(request.completion().raw_logprobs)
+    assert np.array_equal(values[0], values[1])
