@@ -86,8 +86,7 @@ class FusedForward:
             elif longest > LONG:
                 kernels.attend_split(query_at, mixed_at, at, where, *shape)
             else:
-                near = kernels.attend_int8 if int8 else kernels.attend
-                near(query_at, mixed_at, at, where, *shape)
+                kernels.attend(query_at, mixed_at, at, where, *shape)
 
         longest = int(positions[:directly].max(initial=0))
         added: Tensor | None = None  # what the layer before adds to the residual stream
@@ -113,6 +112,7 @@ class FusedForward:
                 attend(number)
             for span in chunks:
                 part = slice(span.offset, span.offset + span.count)
+                kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]
                 if sparse is None:
                     kv = self._widened(kv)
                     mixed[part] = chunk_attention(query[part], kv[0], kv[1], span.start)
