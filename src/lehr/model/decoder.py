@@ -62,7 +62,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        # given, or it would be drawn at random: on the meta device, that loads the compiler of torch for seconds
+        # given, or it would be drawn at random: on the meta device, that loads a compiler for seconds
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
