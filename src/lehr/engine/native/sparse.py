@@ -6,7 +6,8 @@ scores more than ``sum(max(q * low, q * high))`` (Quest: Tang et al. 2024, arXiv
 blocks and for families of :data:`FAMILY` blocks: the families with the highest bounds are opened, and only the
 blocks in them are compared, so that the cost of choosing hardly grows with the context. Query heads that share
 a key head choose together, as do the queries of a tile of a prompt: a block counts by the attention that they
-would pay to it if each scored what it can at most.
+would pay to it if each scored what it can at most, squared, so that what one of them needs most is not
+outvoted.
 
 Where few enough blocks exist, all of them are seen and attention is exact.
 """
@@ -154,5 +155,5 @@ def _best(signed_NKRC: Tensor, bounds_NKCB: Tensor, valid_NKB: Tensor, count: in
     """Return the indices of the ``count`` bounds that queries would pay the most attention to."""
     scores_NKRB = (signed_NKRC @ bounds_NKCB).masked_fill_(~valid_NKB[:, :, None], float("-inf"))
     shares_NKRB = (scores_NKRB.float() * (signed_NKRC.shape[-1] // 2) ** -0.5).softmax(-1)
-    importance_NKB = shares_NKRB.sum(2).masked_fill_(~valid_NKB, -1.0)
+    importance_NKB = shares_NKRB.square().sum(2).masked_fill_(~valid_NKB, -1.0)
     return importance_NKB.topk(count, sorted=False).indices

@@ -140,7 +140,7 @@ struct Sparsity {
 };
 
 // Compares bounds by the attention that queries would pay if they scored there what they can at most: the sum over
-// the queries of each one's softmax over its bounds.
+// the queries of each one's softmax over its bounds, squared.
 template <class T> class Scout {
   public:
     // Bounds outside [low, high) do not count.
@@ -186,7 +186,10 @@ template <class T> class Scout {
             for (size_t m = 0; m < ids_.size(); m++) {
                 const float* shares = scores_.data() + (m * rows_ + r) * kFamily;
 #pragma omp simd
-                for (int64_t n = 0; n < kFamily; n++) importance[m * kFamily + n] += shares[n] / sum;
+                for (int64_t n = 0; n < kFamily; n++) {
+                    const float share = shares[n] / sum;
+                    importance[m * kFamily + n] += share * share;
+                }
             }
         }
         std::vector<int64_t> order;
