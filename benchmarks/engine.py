@@ -2,8 +2,9 @@
 
 ``engine.decode.b1``, ``.b16``, ``.b64``: as many different chat prompts, 48 new tokens each at temperature 1,
 prompts included in the time. Ours: engines as a run starts them, one per core; for a single prompt one engine
-on all cores. Peer: ``transformers`` generation of the same prompts as one left-padded batch, in the same
-dtype, with as many threads. Each runs in a process of its own and they take turns. The share of the measured
+on all cores. Peers: ``transformers`` generation of the same prompts as one left-padded batch, and vLLM on a
+CPU where its environment is, warm and with its prefix cache; in the same dtype, with as many threads, a row for
+each. Each runs in a process of its own and they take turns. The share of the measured
 matrix peak that our multiply-adds reach is printed beside it.
 """
 
@@ -50,31 +51,51 @@ def rows() -> Iterator[Row]:
             "threads": len(os.sched_getaffinity(0)),
             "engines": engines,
         }
-        yield _decode(f"engine.decode.b{batch}", job)
+        yield from _decode(f"engine.decode.b{batch}", job)
 
 
-def _decode(name: str, job: dict[str, Any]) -> Row:
-    """Run both sides in turns and return their medians."""
-    ours = Worker([sys.executable, "-m", "benchmarks.engine"], job)
-    peer = Worker(
-        [str(environment("transformers", PINS)), str(HERE / "peers" / "transformers_generate.py")], job
-    )
-    answers: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
+def _decode(name: str, job: dict[str, Any]) -> Iterator[Row]:
+    """Run all sides in turns and return a row of medians for each peer."""
+    sides = {"ours": Worker([sys.executable, "-m", "benchmarks.engine"], job)}
+    answers: dict[str, list[dict[str, Any]]] = {}
     try:
+        for peer, python in _peers().items():
+            sides[peer] = Worker([str(python), str(HERE / "peers" / f"{peer}_generate.py")], job)
         for _ in range(int(os.environ.get("BENCH_ROUNDS", ROUNDS))):
-            for side, worker in (("ours", ours), ("peer", peer)):
-                answers[side].append(worker.go())
+            for side, worker in sides.items():
+                answers.setdefault(side, []).append(worker.go())
                 print(f"    {side}: {json.dumps(answers[side][-1])}", file=sys.stderr, flush=True)
     finally:
-        ours.close()
-        peer.close()
-    mine, theirs = (
-        statistics.median(a["tokens"] / a["seconds"] for a in answers[side]) for side in ("ours", "peer")
-    )
+        for worker in sides.values():
+            worker.close()
+    rate = {
+        side: statistics.median(a["tokens"] / a["seconds"] for a in found) for side, found in answers.items()
+    }
     reached = statistics.median(a["gflops"] / a["seconds"] for a in answers["ours"])
-    peak = ours.ready["peak_gflops"]
-    print(f"    {reached:.0f} of {peak:.0f} GFLOP/s that one large product reaches", file=sys.stderr)
-    return Row.throughput(name, mine, "tokens/s", f"transformers {peer.ready['ready']} {job['dtype']}", theirs)
+    peak = sides["ours"].ready["peak_gflops"]
+    print(
+        f"    {reached:.0f} of {peak:.0f} GFLOP/s that one large product reaches, {reached / peak:.0%}",
+        file=sys.stderr,
+    )
+    for peer, worker in sides.items():
+        if peer != "ours":
+            what = f"{peer} {worker.ready['ready']} {job['dtype']}"
+            yield Row.throughput(name, rate["ours"], "tokens/s", what, rate[peer])
+
+
+def _peers() -> dict[str, Path]:
+    """Return the interpreter of each peer's environment."""
+    found = {"transformers": environment("transformers", PINS)}
+    vllm = Path(os.environ.get("LEHR_VLLM_PYTHON") or HERE.parent / ".venv-vllm" / "bin" / "python").absolute()
+    if vllm.exists():
+        found["vllm"] = vllm
+    else:
+        print(
+            "    vLLM is not measured: make test-vllm makes its environment, 3.5 GB",
+            file=sys.stderr,
+            flush=True,
+        )
+    return found
 
 
 def _encoded(folder: Path) -> list[list[int]]:

@@ -24,6 +24,8 @@ from lehr.core.threads import share_cores
 HERE = Path(__file__).parent
 LATEST = HERE / "latest.json"
 NOT_BENCHMARKS = {"run", "row"}
+GROUPS = {"engine": ("engine", "cache", "fast", "context")}
+"""Benchmarks that are run together under one name."""
 
 
 def names() -> list[str]:
@@ -48,7 +50,8 @@ def measure(chosen: Iterable[str]) -> list[Row]:
 def main(argv: list[str]) -> int:
     """Run what was asked for and write the file."""
     known = names()
-    chosen = known if not argv or argv == ["all"] else argv
+    asked = [part for name in argv for part in GROUPS.get(name, (name,))]
+    chosen = known if not argv or argv == ["all"] else asked
     unknown = [name for name in chosen if name not in known]
     if unknown:
         print(

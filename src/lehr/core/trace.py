@@ -25,9 +25,8 @@ KvPolicy = Literal[
     "sparse_kept_across_versions",
 ]
 """How the keys and values that a completion was computed with differ from what its weights give in full
-precision: not at all, some are older weights', they were stored in fewer bits, only some were attended to; or
-one of the last two and the second.
-"""
+precision: not at all, some are older weights', they were stored in fewer bits, only some were attended to. The
+later of two is the less exact."""
 ConstraintKind = Literal["json", "schema", "regex", "grammar"]
 
 

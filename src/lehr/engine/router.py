@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lehr.core.batch import Manifest
-from lehr.core.errors import ConfigError, DeadlineExceeded
+from lehr.core.errors import ConfigError, DeadlineExceeded, LehrError
 from lehr.core.trace import Completion, Sampling, Version
 from lehr.engine.affinity import Beginning, beginnings
 from lehr.engine.attendance import FIRST_PROBE_S, PROBE_S, Attendance
@@ -193,7 +193,11 @@ class Router:
     async def fetch(self, manifest: Manifest) -> None:
         """Load published weights into every member that serves."""
         self._manifests[manifest.version] = manifest
-        await self._everyone(lambda seat: seat.engine.fetch(manifest))
+        try:
+            await self._everyone(lambda seat: seat.engine.fetch(manifest))
+        except LehrError:
+            self._manifests.pop(manifest.version, None)  # else who comes back would have to have them
+            raise
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
         """Switch every member. Raises what they say where none of them could; one that alone could not is out,
@@ -259,8 +263,12 @@ class Router:
 
         Raises :class:`EngineError` where it cannot have them.
         """
+        fetched: set[Version] = set()
         while True:
             wanted = self._version or self._seen or found
+            for version in [v for v in self._manifests if v > wanted and v not in fetched]:
+                await seat.engine.fetch(self._manifests[version])  # the others have them, and wait to switch
+                fetched.add(version)
             if found > wanted:
                 raise EngineError(f"it has weights {found}, newer than {wanted}, which are in force")
             if found < wanted:
@@ -278,6 +286,9 @@ class Router:
                 for name, folder in self._adapters.items():
                     await seat.engine.load_adapter(name, folder)
                 await (seat.engine.pause() if self._paused else seat.engine.resume())
+                if any(v > wanted and v not in fetched for v in self._manifests):
+                    found = wanted
+                    continue
                 self._seating.prefixes.forget(seat.number)
                 seat.version, seat.out = wanted, None
                 return

@@ -455,6 +455,20 @@ def test_a_request_that_breaks_every_engine_stops_at_three():
     with_router(act, 5)
 
 
+def test_an_engine_that_comes_back_between_fetch_and_switch_has_what_the_others_fetched():
+    async def act(router: Router, members: list[Recording]) -> None:
+        members[0].break_(RoleLost("gone"))
+        await router.generate([1], Sampling())
+        await router.fetch(manifest(V1))
+        members[0].restart(V0)
+        await until(lambda: not router.out)
+        assert members[0].version == V0 and V1 in members[0].fetched
+        await router.activate(V1)
+        assert [member.version for member in members] == [V1] * len(members) and not router.out
+
+    with_router(act)
+
+
 def test_an_engine_comes_back_with_the_weights_in_force_and_its_share():
     async def act(router: Router, members: list[Recording]) -> None:
         await router.allot(Allotment(2, (4, 5)))

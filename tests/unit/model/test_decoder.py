@@ -1,5 +1,8 @@
 """The decoder agrees with transformers, for every family that loads."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -167,3 +170,10 @@ def test_rotation_has_the_gradient_of_its_definition():
     cos, sin = Rotary(tiny_config().rope, 8).angles(torch.arange(5), torch.float64)
     heads = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (heads,))
+
+
+def test_building_a_decoder_does_not_load_torchs_compiler() -> None:
+    """It takes seconds, in every process."""
+    code = "import sys; from lehr.model.tiny import tiny_decoder; tiny_decoder(); print([*sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert "lehr.model.decoder" in done.stdout and "torch._dynamo" not in done.stdout

@@ -54,7 +54,7 @@ _LOCAL = ("http://127.", "http://[::1]")
 )  # fmt: skip
 @click.option(
     "--fast", "is_fast", is_flag=True,
-    help="Weights rounded to one byte and drafted tokens: about twice as fast for few requests at once, and"
+    help="Weights, keys and values of one byte, and drafts: about twice as fast for few requests at once, and"
     " a little less precise. How far it agrees with the standard variant is measured and told at the start.",
 )  # fmt: skip
 @click.option(

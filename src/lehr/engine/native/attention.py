@@ -77,7 +77,7 @@ class StepAttention:
             kv[1, :, span.start : end] = store(value_TKE[part].transpose(0, 1), kv.dtype)
             query = query_THE[part]
             if self._sparse is None:
-                kv = load(kv[:, :, :end], query.shape[2], query.dtype)
+                kv = load(kv[:, :, :end], query_THE.shape[2], query_THE.dtype)
                 out_THE[part] = chunk_attention(query, kv[0], kv[1], span.start)
             else:
                 summarise(span.slot, layer, span.start, end, self._sparse.block)

@@ -28,9 +28,7 @@ TOGETHER = 32
 
 
 def root(version: Version, dtype: torch.dtype, policy: str = "exact") -> bytes:
-    """Return the hash that every chain of this version, compute dtype and way of keeping and attending starts
-    from.
-    """
+    """Return the hash that every chain of this version, dtype and way of keeping and attending starts from."""
     return hashlib.blake2b(f"{version.packed}/{dtype}/{policy}".encode(), digest_size=16).digest()
 
 

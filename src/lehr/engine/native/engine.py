@@ -105,6 +105,11 @@ class NativeEngine:
         self._decoder = decoder
         self._fused = FusedForward(decoder, self._kernels, self.config.sparse) if self._kernels else None
 
+    def _policy(self) -> str:
+        if self.config.sparse is not None:
+            return f"sparse/{self.config.sparse.digest()}"
+        return "quantized" if self._int8 else "exact"
+
     def _open_tiers(self, pool: BlockPool) -> Prefetcher | None:
         config = self.config
         if not config.tier_memory_bytes and not config.tier_disk_bytes:
@@ -119,9 +124,7 @@ class NativeEngine:
         return Prefetcher(pool, Tiers(config.tier_memory_bytes, config.tier_disk_bytes, folder, item_bytes))
 
     def _root(self, version: Version) -> bytes:
-        if self.config.sparse is not None:
-            return root(version, self.dtype, f"sparse/{self.config.sparse.digest()}")
-        return root(version, self.dtype, "quantized" if self._int8 else "exact")
+        return root(version, self.dtype, self._policy())
 
     @property
     def idle(self) -> bool:

@@ -81,11 +81,12 @@ class FusedForward:
             if sparse is not None:
                 chosen = (sparse.sink_blocks, sparse.window, sparse.top_blocks, sparse.block)
                 kernels.attend_sparse(query_at, mixed_at, at, bounds.ctypes.data, where, *shape, *chosen)
-            elif longest > LONG and not int8:
+            elif int8:
+                kernels.attend_int8(query_at, mixed_at, at, where, *shape)
+            elif longest > LONG:
                 kernels.attend_split(query_at, mixed_at, at, where, *shape)
             else:
-                near = kernels.attend_int8 if int8 else kernels.attend
-                near(query_at, mixed_at, at, where, *shape)
+                kernels.attend(query_at, mixed_at, at, where, *shape)
 
         longest = int(positions[:directly].max(initial=0))
         added: Tensor | None = None  # what the layer before adds to the residual stream
@@ -111,8 +112,8 @@ class FusedForward:
                 attend(number)
             for span in chunks:
                 part = slice(span.offset, span.offset + span.count)
+                kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]
                 if sparse is None:
-                    kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]
                     kv = self._widened(kv)
                     mixed[part] = chunk_attention(query[part], kv[0], kv[1], span.start)
                 else:
@@ -136,6 +137,17 @@ class FusedForward:
         )
         return normed
 
+    def _widened(self, kv: Tensor) -> Tensor:
+        """Return keys and values, ``[2, K, S, E]``, of one layer and row, in the compute dtype."""
+        if kv.dtype is not torch.int8:
+            return kv
+        config = self._decoder.config
+        _, heads, count, _ = kv.shape
+        wide = torch.empty(2, heads, count, config.head_size, dtype=self._decoder.embed.weight.dtype)
+        value, head, _, _ = kv.stride()
+        self._kernels.widen_int8(kv.data_ptr(), wide.data_ptr(), value, head, heads, count, config.head_size)
+        return wide
+
     def _choose(
         self, query_NKRE: Tensor, slot: Slot, layer: int, local_N: Tensor, sparse: SparseConfig
     ) -> Tensor:
@@ -149,17 +161,6 @@ class FusedForward:
         )  # fmt: skip
         self.choosing_s += time.perf_counter() - begun
         return chosen_NKC
-
-    def _widened(self, kv: Tensor) -> Tensor:
-        """Return keys and values, ``[2, K, S, E]``, of one layer and row, in the compute dtype."""
-        if kv.dtype is not torch.int8:
-            return kv
-        config = self._decoder.config
-        _, heads, count, _ = kv.shape
-        wide = torch.empty(2, heads, count, config.head_size, dtype=self._decoder.embed.weight.dtype)
-        value, head, _, _ = kv.stride()
-        self._kernels.widen_int8(kv.data_ptr(), wide.data_ptr(), value, head, heads, count, config.head_size)
-        return wide
 
 
 class _Weights:

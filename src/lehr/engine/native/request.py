@@ -20,6 +20,12 @@ from lehr.engine.native.guides import Guide
 from lehr.engine.native.rows import Slot
 from lehr.engine.native.tiers.prefetch import Load
 
+_KEPT: dict[KvPolicy, KvPolicy] = {
+    "exact": "kept_across_versions",
+    "quantized": "quantized_kept_across_versions",
+    "sparse": "sparse_kept_across_versions",
+}
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -27,9 +33,9 @@ class Request:
 
     computed: leading tokens whose keys and values are in ``slot``. blocks: of the pool, in order.
     published: leading blocks that are in the prefix cache, or were found there. chain: their hashes.
+    load: what is on its way from a slower tier while it waits. int8: whether keys and values are quantised.
     stretch: the length that its rotary angles depend on (dynamic position scaling), or 0.
     sparse: whether only some keys are seen.
-    load: what is on its way from a slower tier while it waits. int8: whether keys and values are quantised.
     kept: whether keys and values from before a flush or a weight swap are in use; they are never published.
     ever_kept: whether keys and values of another weight version were in use.
     """
@@ -89,11 +95,9 @@ class Request:
 
     def completion(self) -> Completion:
         """Return what was sampled. Valid once finished."""
-        policy: KvPolicy = "kept_across_versions" if self.ever_kept else "exact"
-        if self.int8:
-            policy = "quantized_kept_across_versions" if self.ever_kept else "quantized"
-        elif self.sparse:
-            policy = "sparse_kept_across_versions" if self.ever_kept else "sparse"
+        policy: KvPolicy = "sparse" if self.sparse else "quantized" if self.int8 else "exact"
+        if self.ever_kept:
+            policy = _KEPT[policy]
         now = time.monotonic()
         started = self.started or now
         return Completion(

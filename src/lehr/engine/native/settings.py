@@ -57,12 +57,6 @@ class NativeConfig(Config):
     the time, memory for weights rises by half, log-probabilities move a little."""
     kernels: bool = True
     """Use compiled kernels where there is a C++ compiler; without them the engine is about half as fast."""
-    rope_scaling: RopeScaling | None = None
-    """Position scaling in place of the one in the model's ``config.json``: ``{type = "yarn", factor = 4}`` lets
-    a model take sequences four times as long as it was trained on. None keeps the model's own."""
-    sparse: SparseConfig | None = None
-    """Sparse attention, for contexts of tens of thousands of tokens and more. It changes the distribution:
-    what is sampled carries the policy ``sparse``. None attends to everything."""
     kv_dtype: Literal["auto", "int8"] = "auto"
     """How keys and values are kept: ``auto`` in the compute dtype; ``int8`` with a scale for each token and
     head, in half the memory of bfloat16. That moves log-probabilities (SmolLM2-135M: by 0.016 on average), so
@@ -74,19 +68,27 @@ class NativeConfig(Config):
     tier_folder: str = ""
     """Where the files go, readable by this user only and removed when the engine closes. Several engines may
     share it: each has a folder of its own in there, and as many bytes."""
+    rope_scaling: RopeScaling | None = None
+    """Position scaling in place of the one in the model's ``config.json``: ``{type = "yarn", factor = 4}`` lets
+    a model take sequences four times as long as it was trained on. None keeps the model's own."""
+    sparse: SparseConfig | None = None
+    """Sparse attention, for contexts of tens of thousands of tokens and more. It changes the distribution:
+    what is sampled carries the policy ``sparse``. None attends to everything."""
     dtype: Dtype = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
 
     @model_validator(mode="after")
-    def _together(self) -> NativeConfig:
+    def _goes_together(self) -> NativeConfig:
         if self.draft_model and not self.draft_tokens:
             raise ValueError("draft_model needs draft_tokens, the number drafted at most per step, such as 4")
         if self.sparse is not None and self.kv_dtype == "int8":
-            raise ValueError("sparse attention cannot read int8 keys; leave out sparse, or kv_dtype = int8")
+            raise ValueError(
+                "sparse attention needs keys in the compute dtype: kv_dtype is 'int8', expected 'auto'"
+            )
         return self
 
 
-_FAST: dict[str, object] = {"weights": "int8", "draft_tokens": 8}
+_FAST: dict[str, object] = {"weights": "int8", "draft_tokens": 8, "kv_dtype": "int8"}
 
 
 def fast(config: NativeConfig) -> NativeConfig:

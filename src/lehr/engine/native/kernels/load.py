@@ -19,12 +19,12 @@ ARGUMENTS = {
     "gated": (c_void_p, c_void_p, c_int64, c_int64),
     "rotate": (*[c_void_p] * 8, *[c_int64] * 5, c_float),
     "attend": (*[c_void_p] * 4, *[c_int64] * 5),
-    "attend_split": (*[c_void_p] * 4, *[c_int64] * 5),
-    "attend_sparse": (*[c_void_p] * 5, *[c_int64] * 9),
-    "choose": (*[c_void_p] * 4, *[c_int64] * 7),
     "rotate_int8": (*[c_void_p] * 8, *[c_int64] * 5, c_float),
     "attend_int8": (*[c_void_p] * 4, *[c_int64] * 5),
     "widen_int8": (c_void_p, c_void_p, *[c_int64] * 5),
+    "attend_split": (*[c_void_p] * 4, *[c_int64] * 5),
+    "attend_sparse": (*[c_void_p] * 5, *[c_int64] * 9),
+    "choose": (*[c_void_p] * 4, *[c_int64] * 7),
     "draw": (*[c_void_p] * 5, c_int64, c_int64),
     "int8_rows": (*[c_void_p] * 5, c_int64, c_int64, c_int64),
 }
@@ -44,12 +44,12 @@ class Kernels:
     gated: Any
     rotate: Any
     attend: Any
-    attend_split: Any
-    attend_sparse: Any
-    choose: Any
     rotate_int8: Any
     attend_int8: Any
     widen_int8: Any
+    attend_split: Any
+    attend_sparse: Any
+    choose: Any
     draw: Any
     int8_rows: Any
 
