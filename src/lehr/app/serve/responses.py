@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ def shape_for(body: Body, model: str, request_id: str) -> Chat | Text:
     return (Chat if isinstance(body, ChatBody) else Text)(body, model, request_id)
 
 
-class _Shape:
+class _Shape(ABC):
     whole_object = chunk_object = prefix = ""
 
     def __init__(self, body: Body, model: str, request_id: str) -> None:
@@ -55,15 +56,15 @@ class _Shape:
         more = {"usage": None} if self._body.include_usage else {}
         return self._head | {"object": self.chunk_object, "choices": choices} | more
 
-    def _change(self, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _change(self, delta: Delta) -> dict[str, Any]: ...
 
-    def _choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]: ...
 
+    @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
         """Return the chunk that a choice begins with, if there is one."""
-        raise NotImplementedError
 
     def _call(self, index: int, call: Call) -> dict[str, Any]:
         number = self._calls[index]

@@ -21,12 +21,13 @@ from lehr.core.batch import Manifest
 from lehr.core.errors import ConfigError
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, TierStats
+from lehr.engine.bounds import require_newer, require_next, require_servable
 from lehr.engine.native.adapters import Adapters
 from lehr.engine.native.attention import Span, StepAttention, lengths
-from lehr.engine.native.bounds import has_ended, require_servable
 from lehr.engine.native.cache import BLOCK, BlockPool, root
 from lehr.engine.native.draft_model import DraftModel
 from lehr.engine.native.drafts import Drafter, Width
+from lehr.engine.native.ending import has_ended
 from lehr.engine.native.fused import FusedForward, short
 from lehr.engine.native.guides import Grammars, Guide, Mask
 from lehr.engine.native.kernels.load import kernels_for
@@ -168,7 +169,8 @@ class NativeEngine:
             sampling,
             room=min(self.model_config.max_positions, self._scheduler.pool.total * BLOCK),
             vocab_size=self.model_config.vocab_size,
-            tokenizer=self._tokenizer,
+            knows_text=self._tokenizer is not None,
+            widen="raise cache_tokens",
         )
 
     @torch.inference_mode()
@@ -380,10 +382,7 @@ class NativeEngine:
 
     def offer(self, version: Version, decoder: Decoder) -> None:
         """Keep weights, from :func:`~lehr.engine.native.weights.prepared`, ready for :meth:`activate`."""
-        if version <= self.version:
-            raise EngineError(
-                f"weights {version} are not newer than {self.version}", expected="a higher version"
-            )
+        require_newer(version, self.version)
         self._fetched[version] = decoder
 
     @torch.inference_mode()
@@ -391,12 +390,7 @@ class NativeEngine:
         """Switch to offered weights; return the requests that this ended. Versions only rise."""
         if version == self.version:
             return []
-        if version < self.version:
-            raise EngineError(f"weights {version} are older than {self.version}", expected="a higher version")
-        if version not in self._fetched:
-            raise EngineError(
-                f"weights {version} were not fetched", hint="Call fetch with their manifest first."
-            )
+        require_next(version, self.version, self._fetched)
         ended: list[Request] = []
         for request in self._scheduler.running[::-1]:
             if in_flight == "abort":

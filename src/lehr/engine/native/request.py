@@ -56,7 +56,6 @@ class Request:
     blocks: list[int] = field(default_factory=list[int])
     chain: list[bytes] = field(default_factory=list[bytes])
     published: int = 0
-    waits_for: bytes | None = None
     stretch: int = 0
     sparse: bool = False
     kept: bool = False

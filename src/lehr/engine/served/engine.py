@@ -24,13 +24,12 @@ from lehr.core.errors import DeadlineExceeded, LehrError, UnknownName
 from lehr.core.trace import Completion, KvPolicy, Sampling, Version
 from lehr.engine.base import (
     EngineBroken,
-    EngineError,
     EngineStats,
     InFlight,
-    RequestTooLarge,
     UnknownSession,
     Unsupported,
 )
+from lehr.engine.bounds import require_newer, require_next, require_servable
 from lehr.engine.served.dialect import Dialect, Limits
 from lehr.engine.served.folders import Fetched
 from lehr.engine.served.process import ServerProcess
@@ -132,10 +131,7 @@ class ServedEngine:
     async def fetch(self, manifest: Manifest) -> None:
         """Check published weights and lay them out for the server, while sampling goes on."""
         self._usable()
-        if manifest.version <= self._version:
-            raise EngineError(
-                f"weights {manifest.version} are not newer than {self._version}", expected="a higher version"
-            )
+        require_newer(manifest.version, self._version)
         await self._fetched.add(manifest)
 
     async def activate(self, version: Version, in_flight: InFlight = "keep") -> None:
@@ -144,14 +140,7 @@ class ServedEngine:
             self._usable()
             if version == self._version:
                 return
-            if version < self._version:
-                raise EngineError(
-                    f"weights {version} are older than {self._version}", expected="a higher version"
-                )
-            if version not in self._fetched:
-                raise EngineError(
-                    f"weights {version} were not fetched", hint="Call fetch with their manifest first."
-                )
+            require_next(version, self._version, self._fetched)
             self._settled.clear()
             try:
                 await self._switch(version, in_flight)
@@ -277,28 +266,14 @@ class ServedEngine:
 
     def _check(self, prompt: list[int], sampling: Sampling) -> None:
         limits = self._limits
-        if len(prompt) + sampling.max_tokens > limits.length:
-            raise RequestTooLarge(
-                f"{len(prompt)} prompt tokens and up to {sampling.max_tokens} new ones cannot fit",
-                expected=f"at most {limits.length} together",
-                hint="Shorten the prompt, lower max_tokens or start the server with a greater length.",
-            )
-        if not prompt:
-            raise EngineError("the prompt is empty", expected="at least one token")
-        if min(prompt) < 0 or max(prompt) >= limits.vocabulary:
-            raise EngineError(
-                f"token {min(prompt) if min(prompt) < 0 else max(prompt)} is outside the vocabulary",
-                expected=f"ids from 0 to {limits.vocabulary - 1}",
-            )
-        if (
-            sampling.max_tokens < 0
-            or sampling.temperature < 0
-            or not 0 < sampling.top_p <= 1
-            or sampling.top_k < 0
-        ):
-            raise EngineError(
-                f"cannot sample with {sampling}", expected="temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
-            )
+        require_servable(
+            prompt,
+            sampling,
+            room=limits.length,
+            vocab_size=limits.vocabulary,
+            knows_text=True,
+            widen="start the server with a greater length",
+        )  # stop strings are the server's; where it cannot find them, its dialect refuses
         usual = Sampling()
         for name in ("constraint", "alternatives", "adapter"):
             if getattr(sampling, name) != getattr(usual, name):

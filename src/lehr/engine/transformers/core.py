@@ -26,8 +26,9 @@ from lehr.core.batch import Manifest
 from lehr.core.errors import UnknownName
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, Unsupported
-from lehr.engine.native.bounds import has_ended, require_servable
+from lehr.engine.bounds import require_newer, require_next, require_servable
 from lehr.engine.native.cache import BLOCK
+from lehr.engine.native.ending import has_ended
 from lehr.engine.native.engine import FIRST
 from lehr.engine.native.request import Request
 from lehr.engine.native.sampler import draw, uniform
@@ -111,7 +112,8 @@ class TransformersCore:
             sampling,
             room=min(self._max_positions, self._total * BLOCK),
             vocab_size=self._vocab_size,
-            tokenizer=self._tokenizer,
+            knows_text=self._tokenizer is not None,
+            widen="raise cache_tokens",
         )
 
     def prepare(self, sampling: Sampling) -> None:
@@ -240,22 +242,14 @@ class TransformersCore:
 
     def offer(self, version: Version, weights: Any, /) -> None:
         """Keep what :meth:`load` returned ready for :meth:`activate`."""
-        if version <= self.version:
-            raise EngineError(
-                f"weights {version} are not newer than {self.version}", expected="a higher version"
-            )
+        require_newer(version, self.version)
         self._fetched[version] = weights
 
     def activate(self, version: Version, in_flight: InFlight = "keep") -> list[Request]:
         """Switch to offered weights; return the requests that this ended. Versions only rise."""
         if version == self.version:
             return []
-        if version < self.version:
-            raise EngineError(f"weights {version} are older than {self.version}", expected="a higher version")
-        if version not in self._fetched:
-            raise EngineError(
-                f"weights {version} were not fetched", hint="Call fetch with their manifest first."
-            )
+        require_next(version, self.version, self._fetched)
         ended: list[Request] = []
         for request in list(self._running):
             if in_flight == "abort":
