@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-SPINS = "1000"
-"""Rounds that a thread of GNU's OpenMP waits awake, tens of microseconds, before it gives its core away. By
-default it is some 10 ms: when anything else wants a core, the thread that is waited for then cannot run because
-of the one that waits, and a step of a small model takes ten to thirty times as long."""
+SPINS = "8000"
+"""Rounds that a thread of GNU's OpenMP waits awake before it gives its core away, some hundreds of microseconds:
+few enough to let others run, and enough that an idle machine loses nothing. By default it is some 10 ms: where
+cores are shared, the thread that is waited for then cannot run because of the one that waits."""
 
 
 def share_cores(environment: MutableMapping[str, str]) -> None:
