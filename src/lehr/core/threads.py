@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 SPINS = "8000"
-"""Rounds that a thread of GNU's OpenMP waits awake before it gives its core away, some hundreds of microseconds:
+"""Rounds that a thread of GNU's OpenMP waits awake before it gives its core away, hundreds of microseconds:
 few enough to let others run, and enough that an idle machine loses nothing. By default it is some 10 ms: where
 cores are shared, the thread that is waited for then cannot run because of the one that waits."""
 
