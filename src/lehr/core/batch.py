@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lehr.core.trace import Version
 
-LossName = Literal["sft", "policy_gradient"]
+LossName = Literal["sft", "policy_gradient", "preference", "reward", "value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,9 @@ class Sample:
     not own. advantages: float32, 0 where not own. temperature: the one that the sampler used.
     prefix: samples with an equal prefix key may start with the same tokens; the trainer computes the
     common part once. raw ids only: nothing is decoded or tokenised again.
+    reference: float32, log-probabilities under a frozen reference model, 0 where not own.
+    values, returns: float32, what the critic said of each own token, and what it is to learn.
+    pair: samples of one comparison carry one key; ``preferred`` tells which of the two won.
     """
 
     tokens: NDArray[np.int32]
@@ -32,6 +35,11 @@ class Sample:
     prefix: str = ""
     trace_id: str = ""
     domain: str = ""
+    reference: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
+    pair: str = ""
+    preferred: bool = True
 
 
 @dataclass(frozen=True, slots=True)

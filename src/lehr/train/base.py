@@ -11,7 +11,7 @@ from lehr.core.batch import Batch, Manifest, StepResult
 from lehr.core.config import Config, Dtype
 from lehr.core.trace import Version
 
-Correction = Literal["dppo_tv", "tis", "none"]
+PolicyLossName = Literal["dppo_tv", "tis", "none"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -28,8 +28,8 @@ class TrainConfig(Config):
     dtype: Dtype = "auto"
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
     Master weights and optimiser state are float32 always."""
-    correction: Correction = "dppo_tv"
-    """Token-level off-policy correction: ``dppo_tv``, ``tis`` or ``none``."""
+    policy_loss: PolicyLossName = "dppo_tv"
+    """How a policy gradient corrects for tokens that older weights sampled: ``dppo_tv``, ``tis`` or ``none``."""
     tis_cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio under ``tis``."""
     mask_delta: float = Field(default=0.2, gt=0)

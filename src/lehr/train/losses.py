@@ -5,7 +5,7 @@ tokens of the whole batch (never by that of a sample, a micro-batch or a rank), 
 neither on packing nor on the split.
 
 To add a policy loss: write it with the signature of :class:`PolicyLoss`, cite its source, add it to
-:data:`POLICY_LOSSES` and its name to ``Correction`` in ``lehr.train.base``.
+:data:`POLICY_LOSSES` and its name to ``PolicyLossName`` in ``lehr.train.base``.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {"dppo_tv": dppo_tv, "tis": tis, "none": 
 def policy_loss(name: str) -> PolicyLoss:
     """Return the policy loss of that name, or raise :class:`UnknownName`."""
     if name not in POLICY_LOSSES:
-        raise UnknownName.among("correction", name, POLICY_LOSSES)
+        raise UnknownName.among("policy loss", name, POLICY_LOSSES)
     return POLICY_LOSSES[name]
 
 

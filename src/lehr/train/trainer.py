@@ -121,7 +121,7 @@ class LocalTrainer:
     def _token_loss(self, batch: Batch, part: Microbatch, count: int) -> TokenLoss:
         if batch.loss == "sft":
             return lambda logprobs, _: cross_entropy(logprobs) / count
-        chosen = policy_loss(self.config.correction)
+        chosen = policy_loss(self.config.policy_loss)
         terms = PolicyTerms(self.config.mask_delta, self.config.tis_cap, self.config.log_ratio_penalty)
         sampled, advantages = torch.from_numpy(part.sampled), torch.from_numpy(part.advantages)
         return lambda logprobs, cut: chosen(logprobs, sampled[cut], advantages[cut], terms) / count
@@ -136,7 +136,7 @@ class LocalTrainer:
             torch.from_numpy(np.concatenate([m.sampled for m in micro])),
             torch.from_numpy(np.concatenate([m.advantages for m in micro])),
             torch.from_numpy(np.concatenate([m.samples for m in micro])),
-            mask_delta=self.config.mask_delta if self.config.correction == "dppo_tv" else None,
+            mask_delta=self.config.mask_delta if self.config.policy_loss == "dppo_tv" else None,
         )
 
     async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:

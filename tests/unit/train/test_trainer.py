@@ -99,7 +99,7 @@ def test_r13_denominators_count_loss_tokens_only(samples):
     masked = replace(samples.one(prompt, 9), own=np.zeros(19, bool))
     metrics = step(fresh(), [valid, masked])
     assert metrics["loss_tokens"] == 4
-    trainer = fresh(CONFIG.model_copy(update={"correction": "none"}))
+    trainer = fresh(CONFIG.model_copy(update={"policy_loss": "none"}))
     (logprobs,) = run(trainer.score([valid]))
     loss = step(trainer, [valid, masked])["loss"]
     assert loss == pytest.approx(-float(logprobs.sum()) / 4, rel=1e-5)
