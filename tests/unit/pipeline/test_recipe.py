@@ -9,7 +9,7 @@ from lehr.core.config import Dtype, load, resolve
 from lehr.core.errors import ConfigError
 from lehr.pipeline.recipe import Recipe
 from lehr.pipeline.run import check_recipe
-from lehr.train.base import Correction
+from lehr.train.base import PolicyLossName
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
 RAW = {"model": "tiny", "domains": ["code/functions"], "stages": [{"type": "sft"}, {"type": "rl"}]}
@@ -57,7 +57,7 @@ def test_names_are_those_that_there_are() -> None:
     from lehr.model.dtype import NAMES
     from lehr.train.losses import POLICY_LOSSES
 
-    assert set(get_args(Dtype)) == {"auto", *NAMES} and set(get_args(Correction)) == set(POLICY_LOSSES)
+    assert set(get_args(Dtype)) == {"auto", *NAMES} and set(get_args(PolicyLossName)) == set(POLICY_LOSSES)
 
 
 def test_a_held_out_split_smaller_than_asked_for_is_said() -> None:
