@@ -287,23 +287,39 @@ class NativeEngine:
             return []
         mask = self._mask(ready)
         drawn = self._draw(last_ND if len(rows) == row else last_ND[rows], ready, mask)
-        if not all(map(math.isfinite, drawn.kept_mass)):
+        done: list[Request] = []
+        first = 0
+        for piece in ready:
+            count = 1 + len(piece.draft)
+            if not all(map(math.isfinite, drawn.kept_mass[first : first + count])):
+                self._refuse_values(piece.request)
+                done.append(piece.request)
+                first += count
+                continue
+            if piece.request.own == 0:
+                self._cached_tokens += piece.request.cached_tokens
+            if self._take(piece, drawn, first, mask.dead if mask else frozenset()):
+                done.append(piece.request)
+            first += count
+        for request in reversed(done):  # the last row first: then no row moves into a place that is freed next
+            self._drop(request)
+        return done
+
+    def _refuse_values(self, request: Request) -> None:
+        """End a request whose logits are not finite because of its adapter. Raises where it has none: then the
+        weights are at fault, and every request would end so.
+        """
+        if request.adapter is None:
             raise EngineError(
                 f"the model of version {self.version} gives logits that are not finite",
                 expected="weights without NaN and infinity",
                 hint="Look at the run's last steps, or take an earlier checkpoint.",
             )
-        done: list[Request] = []
-        first = 0
-        for piece in ready:
-            if piece.request.own == 0:
-                self._cached_tokens += piece.request.cached_tokens
-            if self._take(piece, drawn, first, mask.dead if mask else frozenset()):
-                done.append(piece.request)
-            first += 1 + len(piece.draft)
-        for request in reversed(done):  # the last row first: then no row moves into a place that is freed next
-            self._drop(request)
-        return done
+        request.error = EngineError(
+            f"the adapter {request.adapter.name!r} gives logits that are not finite",
+            expected="an adapter whose products fit the compute dtype",
+            hint="Take an earlier checkpoint of it, or a smaller lora_alpha.",
+        )
 
     def _mask(self, ready: list[Piece]) -> Mask | None:
         """Return what the rows of the requests with a constraint may draw; None where there are none."""
