@@ -14,6 +14,7 @@ from lehr.core.config import Config, Count, load, resolve
 from lehr.core.errors import ConfigError
 from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
+from lehr.pipeline.conversations import TooLong
 from lehr.train.base import TrainConfig
 
 
@@ -43,19 +44,50 @@ class SandboxConfig(Config):
 
 
 class SftStage(Config):
-    """Supervised fine-tuning on demonstrations made from gold answers of the train split."""
+    """Supervised fine-tuning on demonstrations made from gold answers of the train split, on conversations in a
+    file, or on both.
+    """
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: Count = 36
-    """Over all domains, divided evenly."""
+    demonstrations: int | None = Field(default=None, ge=0, lt=1 << 31)
+    """Over all domains, divided evenly. The default is 36, and none where there is ``data``."""
+    data: str = ""
+    """A JSONL file of conversations; see ``lehr.pipeline.conversations``."""
+    max_tokens: Count = 2048
+    """Of one conversation of ``data``, prompt and answers together."""
+    too_long: TooLong = "refuse"
+    """What becomes of a longer one: ``refuse`` leaves it out, ``cut`` keeps its beginning. Both are counted."""
+    heldout_share: float = Field(default=0.05, ge=0, lt=1)
+    """Of the conversations of ``data``: never trained on; their loss is told after each epoch."""
     max_epochs: Count = 6
     batch_size: Count = 8
+    best_by: Literal["rate", "loss"] | None = None
+    """Which epoch's weights are kept: of the highest validation rate, or of the lowest held-out loss. The
+    default is the loss where there is ``data``."""
     patience: Count = 1
-    """Epochs without a better validation rate after which the stage ends with the best weights."""
+    """Epochs without a better one after which the stage ends with the best weights."""
     validation_count: Count = 12
-    """Validation tasks per domain, measured after each epoch."""
+    """Validation tasks per domain, measured after each epoch where the rate decides."""
     train: TrainConfig = TrainConfig(warmup_steps=2)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SftStage:
+        if not self.data and (self.demonstrations == 0 or self.best_by == "loss"):
+            raise ValueError("without data, an sft stage needs demonstrations and best_by='rate'")
+        if self.judged_by == "loss" and self.heldout_share == 0:
+            raise ValueError("best_by='loss' needs a heldout_share above 0; or set best_by='rate'")
+        return self
+
+    @property
+    def from_gold(self) -> int:
+        """How many demonstrations are made from gold answers."""
+        return (0 if self.data else 36) if self.demonstrations is None else self.demonstrations
+
+    @property
+    def judged_by(self) -> Literal["rate", "loss"]:
+        """Which epoch's weights are kept."""
+        return self.best_by or ("loss" if self.data else "rate")
 
 
 class RejectStage(Config):

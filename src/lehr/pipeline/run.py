@@ -19,13 +19,14 @@ from lehr.ledger.recorder import LedgerRecorder
 from lehr.ledger.store import Ledger
 from lehr.model.weights import weight_files
 from lehr.pipeline.context import Context
+from lehr.pipeline.conversations import read_conversations
 from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.measure import measure
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
 from lehr.pipeline.models import context_tokens, load_renderer, locate_model, require_model
 from lehr.pipeline.observer import Observer, Silent
-from lehr.pipeline.recipe import Recipe
+from lehr.pipeline.recipe import Recipe, SftStage
 from lehr.pipeline.sampler import start_engines
 from lehr.pipeline.stages.control import run_control
 from lehr.pipeline.stages.reject import run_reject
@@ -63,6 +64,9 @@ def check_recipe(recipe: Recipe, say: Callable[[str], object] = lambda _: None) 
     """
     require_model(recipe.model)
     BACKENDS.get(recipe.sandbox.backend)
+    for stage in recipe.stages:
+        if isinstance(stage, SftStage) and stage.data:
+            read_conversations(Path(stage.data))
     asked = recipe.evaluation.count
     for name in recipe.domains:
         has = open_domain(name, recipe.domain_paths).card.splits.get("heldout", 0)
