@@ -14,7 +14,9 @@ from lehr.core.config import Config, Count, load, resolve
 from lehr.core.errors import ConfigError
 from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
+from lehr.pipeline.choosing import Keep
 from lehr.pipeline.conversations import TooLong
+from lehr.pipeline.stages.settings import DistillStage
 from lehr.train.base import TrainConfig
 
 
@@ -103,8 +105,17 @@ class RejectStage(Config):
     """Below 1, more tasks are solved at least once, by answers that differ less."""
     epochs: Count = 2
     batch_size: Count = 8
+    keep: Keep = "passing"
+    """``passing``: what solved its task. ``best``: of each task also what was not solved by any attempt, where
+    one did better than another (best of N by reward)."""
     keep_per_task: Count = 2
-    """Distinct passing answers kept of one task, so that easy tasks do not crowd out hard ones."""
+    """Different answers kept of one task, those of the highest reward first, so that easy tasks do not crowd
+    out hard ones."""
+    min_value: float | None = None
+    """The least reward of an answer that is kept."""
+    near_duplicate: float = Field(default=1.0, gt=0, le=1)
+    """Likeness of two answers to one task from which on they count as one: the share of runs of five tokens
+    that they have in common. 1: only where they are equal."""
     train: TrainConfig = TrainConfig(warmup_steps=2)
 
 
@@ -159,7 +170,7 @@ class ControlStage(Config):
     train: TrainConfig = TrainConfig()
 
 
-Stage = Annotated[SftStage | RejectStage | RlStage | ControlStage, Field(discriminator="type")]
+Stage = Annotated[SftStage | RejectStage | DistillStage | RlStage | ControlStage, Field(discriminator="type")]
 
 
 class Recipe(Config):
