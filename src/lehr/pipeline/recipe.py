@@ -14,6 +14,9 @@ from lehr.core.config import Config, Count, load, resolve
 from lehr.core.errors import ConfigError
 from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
+from lehr.pipeline.choosing import Keep
+from lehr.pipeline.conversations import TooLong
+from lehr.pipeline.stages.settings import DistillStage
 from lehr.train.base import TrainConfig
 
 
@@ -43,19 +46,50 @@ class SandboxConfig(Config):
 
 
 class SftStage(Config):
-    """Supervised fine-tuning on demonstrations made from gold answers of the train split."""
+    """Supervised fine-tuning on demonstrations made from gold answers of the train split, on conversations in a
+    file, or on both.
+    """
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: Count = 36
-    """Over all domains, divided evenly."""
+    demonstrations: int | None = Field(default=None, ge=0, lt=1 << 31)
+    """Over all domains, divided evenly. The default is 36, and none where there is ``data``."""
+    data: str = ""
+    """A JSONL file of conversations; see ``lehr.pipeline.conversations``."""
+    max_tokens: Count = 2048
+    """Of one conversation of ``data``, prompt and answers together."""
+    too_long: TooLong = "refuse"
+    """What becomes of a longer one: ``refuse`` leaves it out, ``cut`` keeps its beginning. Both are counted."""
+    heldout_share: float = Field(default=0.05, ge=0, lt=1)
+    """Of the conversations of ``data``: never trained on; their loss is told after each epoch."""
     max_epochs: Count = 6
     batch_size: Count = 8
+    best_by: Literal["rate", "loss"] | None = None
+    """Which epoch's weights are kept: of the highest validation rate, or of the lowest held-out loss. The
+    default is the loss where there is ``data``."""
     patience: Count = 1
-    """Epochs without a better validation rate after which the stage ends with the best weights."""
+    """Epochs without a better one after which the stage ends with the best weights."""
     validation_count: Count = 12
-    """Validation tasks per domain, measured after each epoch."""
+    """Validation tasks per domain, measured after each epoch where the rate decides."""
     train: TrainConfig = TrainConfig(warmup_steps=2)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SftStage:
+        if not self.data and (self.demonstrations == 0 or self.best_by == "loss"):
+            raise ValueError("without data, an sft stage needs demonstrations and best_by='rate'")
+        if self.judged_by == "loss" and self.heldout_share == 0:
+            raise ValueError("best_by='loss' needs a heldout_share above 0; or set best_by='rate'")
+        return self
+
+    @property
+    def from_gold(self) -> int:
+        """How many demonstrations are made from gold answers."""
+        return (0 if self.data else 36) if self.demonstrations is None else self.demonstrations
+
+    @property
+    def judged_by(self) -> Literal["rate", "loss"]:
+        """Which epoch's weights are kept."""
+        return self.best_by or ("loss" if self.data else "rate")
 
 
 class RejectStage(Config):
@@ -71,8 +105,17 @@ class RejectStage(Config):
     """Below 1, more tasks are solved at least once, by answers that differ less."""
     epochs: Count = 2
     batch_size: Count = 8
+    keep: Keep = "passing"
+    """``passing``: what solved its task. ``best``: of each task also what was not solved by any attempt, where
+    one did better than another (best of N by reward)."""
     keep_per_task: Count = 2
-    """Distinct passing answers kept of one task, so that easy tasks do not crowd out hard ones."""
+    """Different answers kept of one task, those of the highest reward first, so that easy tasks do not crowd
+    out hard ones."""
+    min_value: float | None = None
+    """The least reward of an answer that is kept."""
+    near_duplicate: float = Field(default=1.0, gt=0, le=1)
+    """Likeness of two answers to one task from which on they count as one: the share of runs of five tokens
+    that they have in common. 1: only where they are equal."""
     train: TrainConfig = TrainConfig(warmup_steps=2)
 
 
@@ -127,7 +170,7 @@ class ControlStage(Config):
     train: TrainConfig = TrainConfig()
 
 
-Stage = Annotated[SftStage | RejectStage | RlStage | ControlStage, Field(discriminator="type")]
+Stage = Annotated[SftStage | RejectStage | DistillStage | RlStage | ControlStage, Field(discriminator="type")]
 
 
 class Recipe(Config):

@@ -19,18 +19,21 @@ from lehr.ledger.recorder import LedgerRecorder
 from lehr.ledger.store import Ledger
 from lehr.model.weights import weight_files
 from lehr.pipeline.context import Context
+from lehr.pipeline.conversations import read_conversations
 from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.measure import measure
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
 from lehr.pipeline.models import context_tokens, load_renderer, locate_model, require_model
 from lehr.pipeline.observer import Observer, Silent
-from lehr.pipeline.recipe import Recipe
+from lehr.pipeline.recipe import DistillStage, Recipe, SftStage
 from lehr.pipeline.sampler import start_engines
 from lehr.pipeline.stages.control import run_control
+from lehr.pipeline.stages.distill import run_distill
 from lehr.pipeline.stages.reject import run_reject
 from lehr.pipeline.stages.rl import run_rl
 from lehr.pipeline.stages.sft import run_sft
+from lehr.pipeline.teacher import fetch_teacher, require_teacher
 from lehr.rollout.agent import AgentLoop
 from lehr.rollout.group import GroupRunner
 from lehr.sandbox.base import BACKENDS
@@ -42,6 +45,7 @@ FLUSH_S = 2.0
 STAGES: dict[str, Callable[[Context, Any, Path], Awaitable[str | None]]] = {
     "sft": run_sft,
     "reject": run_reject,
+    "distill": run_distill,
     "rl": run_rl,
     "control": run_control,
 }
@@ -63,6 +67,11 @@ def check_recipe(recipe: Recipe, say: Callable[[str], object] = lambda _: None) 
     """
     require_model(recipe.model)
     BACKENDS.get(recipe.sandbox.backend)
+    for stage in recipe.stages:
+        if isinstance(stage, SftStage) and stage.data:
+            read_conversations(Path(stage.data))
+        elif isinstance(stage, DistillStage):
+            require_teacher(stage)
     asked = recipe.evaluation.count
     for name in recipe.domains:
         has = open_domain(name, recipe.domain_paths).card.splits.get("heldout", 0)
@@ -76,12 +85,20 @@ def _make_ready(recipe: Recipe, observer: Observer) -> None:
         open_domain(name, recipe.domain_paths).make_ready(observer.note)
 
 
+def _fetch_teachers(recipe: Recipe, model: Path, observer: Observer) -> None:
+    """Have every teacher here, and refuse one that cannot teach this model, before anything is trained."""
+    for stage in recipe.stages:
+        if isinstance(stage, DistillStage):
+            fetch_teacher(stage, model, observer)
+
+
 def start_run(recipe: Recipe, path: Path, observer: Observer | None = None) -> RunResult:
     """Run a recipe in a new folder. Ctrl-C ends it cleanly; :func:`resume_run` goes on."""
     observer = observer or Silent()
     check_recipe(recipe, observer.note)
     _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
+    _fetch_teachers(recipe, model, observer)
     folder = RunFolder.create(path, recipe)
     return asyncio.run(_run(folder, recipe, model, observer))
 
@@ -93,6 +110,7 @@ def resume_run(path: Path, observer: Observer | None = None) -> RunResult:
     folder.require_ledger()
     _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
+    _fetch_teachers(recipe, model, observer)
     return asyncio.run(_run(folder, recipe, model, observer))
 
 

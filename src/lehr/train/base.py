@@ -58,6 +58,10 @@ class Trainer(Protocol):
         """
         ...
 
+    async def evaluate(self, batch: Batch) -> StepResult:
+        """Return the mean cross-entropy (``loss``) of the batch's own tokens; changes nothing."""
+        ...
+
     async def publish(self, version: Version) -> Manifest:
         """Write the current weights for engines, complete and immutable, and return where they are."""
         ...

@@ -34,6 +34,10 @@ class RemoteTrainer:
         """See :meth:`lehr.train.base.Trainer.step`."""
         return await self._handle.call("step", batch, returns=StepResult, timeout_s=self._step_timeout_s)
 
+    async def evaluate(self, batch: Batch) -> StepResult:
+        """See :meth:`lehr.train.base.Trainer.evaluate`."""
+        return await self._handle.call("evaluate", batch, returns=StepResult, timeout_s=self._step_timeout_s)
+
     async def publish(self, version: Version) -> Manifest:
         """See :meth:`lehr.train.base.Trainer.publish`."""
         return await self._handle.call("publish", version, returns=Manifest, timeout_s=self._io_timeout_s)

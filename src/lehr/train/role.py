@@ -88,6 +88,10 @@ class TrainerService:
         """Take one optimiser step."""
         return await self._call(self._trainer.step, batch)
 
+    async def evaluate(self, batch: Batch) -> StepResult:
+        """Return the loss of samples that are not trained on."""
+        return await self._call(self._trainer.evaluate, batch)
+
     async def publish(self, version: Version) -> Manifest:
         """Write the current weights for engines."""
         return await self._call(self._trainer.publish, version)

@@ -154,6 +154,13 @@ class LocalTrainer:
                 found[index][:] = values[part.samples == index]
         return found
 
+    async def evaluate(self, batch: Batch) -> StepResult:
+        """See :meth:`lehr.train.base.Trainer.evaluate`."""
+        scores = await self.score(batch.samples)
+        count = sum(len(values) for values in scores)
+        total = sum(float(values.sum(dtype=np.float64)) for values in scores)
+        return StepResult(batch.step, {"loss": -total / max(1, count), "loss_tokens": float(count)})
+
     async def publish(self, version: Version) -> Manifest:
         """See :meth:`lehr.train.base.Trainer.publish`. Weights are in the compute dtype."""
         if self._publisher is None:

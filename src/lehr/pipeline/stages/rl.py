@@ -24,7 +24,7 @@ from lehr.pipeline.records import ENDED_EARLY, keep_trace, load_group
 from lehr.pipeline.samples import DomainScales, to_samples
 from lehr.pipeline.stages.rl_metrics import group_metrics
 from lehr.rollout.base import DropReason, Group
-from lehr.rollout.buffer import Buffer, Filled, Starved
+from lehr.rollout.buffer import Buffer, Filled, Starved, teaches
 from lehr.rollout.dispatcher import Dispatcher
 from lehr.rollout.group import GroupPlan
 from lehr.schedule.admission import Admission
@@ -37,10 +37,14 @@ async def run_rl(ctx: Context, stage: RlStage, start: Path) -> str:
 
     Returns a sentence where the stage ended early or trained less than it was to, else nothing.
     """
-    return await _RlRun(ctx, stage).run(start)
+    return await RlRun(ctx, stage).run(start)
 
 
-class _RlRun:
+class RlRun:
+    """One start of a stage. Another stage that learns from groups overrides :meth:`apply` and
+    :meth:`teaches`.
+    """
+
     def __init__(self, ctx: Context, stage: RlStage) -> None:
         self.ctx = ctx
         self.stage = stage
@@ -53,7 +57,7 @@ class _RlRun:
         self.admission = Admission(bound=stage.staleness_bound, groups_per_batch=stage.groups_per_batch)
         self.scales = DomainScales({})
         self.buffer = Buffer(
-            self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, credit=stage.credit
+            self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, teaches=self.teaches
         )
         self.dispatcher = Dispatcher(
             self._plan,
@@ -72,6 +76,7 @@ class _RlRun:
         self.why = ""
 
     async def run(self, start: Path) -> str:
+        """See :func:`run_rl`."""
         ctx, stage = self.ctx, self.stage
         first = await self._restore(start)
         await ctx.allot(ctx.division.shared_sampling, ctx.division.shared_training)
@@ -91,7 +96,7 @@ class _RlRun:
             ctx.ledger.drop_group(group.id, "stage_over")
         if self.trained >= stage.steps:
             return ""
-        name = "RL" if stage.name == "rl" else f"RL ({stage.name})"
+        name = "RL" if stage.name == "rl" else stage.name
         why = self.why or "other steps found nothing to learn from"
         text = f"{name} ended after {self.trained} of {stage.steps} steps: {why}"
         ctx.ledger.event(ENDED_EARLY, stage=stage.name, text=text)
@@ -160,7 +165,7 @@ class _RlRun:
         version = Version(ctx.ledger.incarnation, ctx.published)
         ctx.ledger.record_batch(stage.name, step, [group.id for group in groups], version)
         begun = time.monotonic()
-        result = await self._apply(step, groups)
+        result = await self.apply(step, groups)
         trained_s = time.monotonic() - begun
         ctx.ledger.mark_trained(stage.name, step)
         self.trained += 1
@@ -213,7 +218,12 @@ class _RlRun:
             await self.syncing
             self.syncing = None
 
-    async def _apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    def teaches(self, group: Group) -> DropReason | None:
+        """Return why a finished group is dropped, or None where it is trained on."""
+        return teaches(group, self.stage.credit)
+
+    async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Take the step of a batch and return what the trainer reports of it."""
         stage = self.stage
         samples = to_samples(groups, self.scales, stage.credit, stage.negative_weight)
         batch = Batch(step, "policy_gradient", samples)
@@ -311,7 +321,7 @@ class _RlRun:
         await ctx.allot(trainer=ctx.division.training)
         for number, batch in enumerate(replay, start=1):
             groups = [load_group(ctx, g.id, g.domain, g.task_id) for g in batch.groups]
-            await self._apply(batch.step, groups)
+            await self.apply(batch.step, groups)
             ctx.ledger.mark_trained(stage.name, batch.step, replay=True)
             ctx.observer.advance(number, len(replay))
             done = batch.step
