@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
-from lehr.core.batch import Batch, Manifest, StepResult
+from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.config import Config, Dtype
 from lehr.core.trace import Version
 
@@ -44,6 +47,14 @@ class TrainConfig(Config):
     mean_over: Literal["token", "sequence"] = "token"
     """What a batch's loss is the mean of: its tokens, or its samples' own means (short ones then count as
     much)."""
+    preference_loss: Literal["dpo", "ipo"] = "dpo"
+    """How a pair of answers teaches: ``dpo`` or ``ipo``."""
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly ``dpo`` and ``ipo`` hold on to the reference: more is closer."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs that ``dpo`` takes to be labelled wrongly."""
+    value_clip: float | None = Field(default=None, gt=0)
+    """How far a step may move a critic's value of a token; no bound where it is left out."""
     train_without_variance: bool = False
     """Also take in groups whose advantages are all zero (they then feel the log-ratio penalty)."""
 
@@ -55,6 +66,12 @@ class Trainer(Protocol):
         """Take exactly one optimiser step. A batch without loss tokens changes nothing.
 
         Raises ``Diverged`` when loss or gradient is not finite; weights are then unchanged.
+        """
+        ...
+
+    async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Return per sample the log-probability of each own token at its temperature, in order; under a scalar
+        head, the score of all that stands before the token.
         """
         ...
 

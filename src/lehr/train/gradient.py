@@ -8,7 +8,7 @@ from torch import Tensor
 from lehr.core.errors import ConfigError
 from lehr.model.decoder import Decoder
 from lehr.train.attention import SpanAttention
-from lehr.train.head import TokenLoss, head_loss, target_logprobs
+from lehr.train.head import TokenLoss, head_loss, scalar_loss, scores, target_logprobs
 from lehr.train.packing import Microbatch
 
 
@@ -27,9 +27,13 @@ def _run(decoder: Decoder, batch: Microbatch, x_TD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score(decoder: Decoder, batch: Microbatch) -> Tensor:
-    """Return float32 ``[N]``: the log-probability of each loss token at its temperature."""
+    """Return float32 ``[N]``: the log-probability of each loss token at its temperature; under a scalar head,
+    the score of what stands before it.
+    """
     rows, targets, temperatures = map(torch.from_numpy, (batch.rows, batch.targets, batch.temperatures))
     hidden_TD = _run(decoder, batch, decoder.embed(torch.from_numpy(batch.tokens)))
+    if decoder.config.scalar:
+        return scores(hidden_TD[rows], decoder.head.weight)
     return target_logprobs(hidden_TD[rows], decoder.head.weight, targets, temperatures)
 
 
@@ -44,9 +48,10 @@ def accumulate(
 ) -> tuple[float, Tensor]:
     """Add the gradient of the summed token losses to the parameters' ``grad``; that of the embedding and
     of the head goes into the float32 accumulators given (one and the same when they are tied). ``coupled``: the
-    loss of a token depends on others, see :mod:`lehr.train.head`.
+    loss of a token depends on others, see :mod:`lehr.train.head`. Under a scalar head the loss is
+    one of scores.
 
-    Returns the loss and float32 log-probabilities ``[N]``.
+    Returns the loss and float32 log-probabilities (or scores) ``[N]``.
     """
     rows, targets, temperatures = map(torch.from_numpy, (batch.rows, batch.targets, batch.temperatures))
     ids = torch.from_numpy(batch.tokens)
@@ -55,15 +60,11 @@ def accumulate(
     x_TD.requires_grad_()
     hidden_TD = _run(decoder, batch, x_TD)
     rows_ND = hidden_TD.detach()[rows]
-    result = head_loss(
-        rows_ND,
-        decoder.head.weight,
-        targets,
-        temperatures,
-        token_loss,
-        grad_head_VD,
-        coupled=coupled,
-    )
+    weight = decoder.head.weight
+    if decoder.config.scalar:
+        result = scalar_loss(rows_ND, weight, token_loss, grad_head_VD)
+    else:
+        result = head_loss(rows_ND, weight, targets, temperatures, token_loss, grad_head_VD, coupled=coupled)
     flow = torch.zeros_like(hidden_TD).index_add_(0, rows, result.grad_hidden_ND)
     hidden_TD.backward(flow)
     if x_TD.grad is not None:

@@ -25,7 +25,9 @@ it couples tokens it is called once, with all of them, and may return any shape.
 
 @dataclass(frozen=True, slots=True)
 class HeadResult:
-    """logprobs_N: float32, of the targets. loss: the sum over tokens. grad_hidden_ND: of that sum."""
+    """logprobs_N: float32, of the targets (scores under a scalar head). loss: the sum over tokens.
+    grad_hidden_ND: of that sum.
+    """
 
     logprobs_N: Tensor
     loss: float
@@ -91,6 +93,23 @@ def head_loss(
         else:
             grad_weight_VD.add_(torch.mm(narrow.t(), hidden))
     return HeadResult(logprobs, total, grad_hidden)
+
+
+@torch.no_grad()
+def scores(hidden_ND: Tensor, weight_1D: Tensor) -> Tensor:
+    """Return what a scalar head says, float32 ``[N]``."""
+    return hidden_ND.float() @ weight_1D[0].float()
+
+
+@torch.no_grad()
+def scalar_loss(
+    hidden_ND: Tensor, weight_1D: Tensor, score_loss: TokenLoss, grad_weight_1D: Tensor
+) -> HeadResult:
+    """Do what :func:`head_loss` does for a scalar head: the loss is one of scores, always of all at once."""
+    found = scores(hidden_ND, weight_1D)
+    total, slope = _slope(score_loss, found, slice(0, len(found)))
+    grad_weight_1D.add_((slope @ hidden_ND.float())[None])
+    return HeadResult(found, total, (slope[:, None] * weight_1D.float()).to(hidden_ND.dtype))
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,15 @@ from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.errors import ConfigError, Diverged
 from lehr.core.protocols import NullRecorder, Recorder
 from lehr.core.trace import Version
-from lehr.model.checkpoint import Savable, load_config, load_decoder, load_tensors, read_tensors, save_model
+from lehr.model.checkpoint import (
+    Savable,
+    load_config,
+    load_decoder,
+    load_scalar,
+    load_tensors,
+    read_tensors,
+    save_model,
+)
 from lehr.model.decoder import Decoder
 from lehr.model.dtype import compute_dtype
 from lehr.train.base import TrainConfig
@@ -27,6 +35,7 @@ from lehr.train.health import policy_health
 from lehr.train.losses import PolicyTerms, PolicyTokens, cross_entropy, policy_loss
 from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
+from lehr.train.pairs import SCALAR, critic_health, critic_loss, pair_health, pair_loss, require_pairs
 from lehr.train.publish import Publisher, write_safetensors
 
 OPTIMIZER = "optimizer.safetensors"
@@ -64,9 +73,11 @@ class LocalTrainer:
         *,
         publish_to: Path | None = None,
         tokenizer: Savable | None = None,
+        scalar: bool = False,
     ) -> LocalTrainer:
-        """Load the model in ``folder``."""
-        return cls(load_decoder(folder), config, publish_to=publish_to, tokenizer=tokenizer)
+        """Load the model in ``folder``; with ``scalar``, under a scalar head."""
+        decoder = load_scalar(folder) if scalar else load_decoder(folder)
+        return cls(decoder, config, publish_to=publish_to, tokenizer=tokenizer)
 
     def _renew(self) -> None:
         dtype = compute_dtype(self.config.dtype)
@@ -85,6 +96,7 @@ class LocalTrainer:
         """See :meth:`lehr.train.base.Trainer.step`."""
         begun = time.perf_counter()
         samples = trainable(batch, self.config)
+        self._require_fitting(batch, samples)
         micro = pack(samples, self.config.tokens_per_microbatch)
         count = sum(len(m.rows) for m in micro)
         metrics = {
@@ -98,7 +110,8 @@ class LocalTrainer:
         self.optimizer.clear()
         loss, logprobs = 0.0, []
         for part in micro:
-            token_loss, coupled = self._loss(batch, part, token_weights(part, count, len(samples), self.config))
+            weights = token_weights(part, count, len(samples), self.config)
+            token_loss, coupled = self._loss(batch, part, weights, samples)
             part_loss, part_logprobs = accumulate(
                 self.decoder, part, token_loss, self._grad_embed, self._grad_head, coupled=coupled
             )
@@ -114,15 +127,31 @@ class LocalTrainer:
             )
         metrics["learning_rate"] = self.optimizer.learning_rate
         self.optimizer.step(norm)
-        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, logprobs)
+        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, logprobs, samples)
         metrics["seconds"] = time.perf_counter() - begun
         self.recorder.record("train.step", step=batch.step, **metrics)
         return StepResult(batch.step, metrics)
 
-    def _loss(self, batch: Batch, part: Microbatch, weights_N: torch.Tensor) -> tuple[TokenLoss, bool]:
+    def _require_fitting(self, batch: Batch, samples: Sequence[Sample]) -> None:
+        scalar = self.master.config.scalar
+        if (batch.loss in SCALAR) != scalar:
+            raise ConfigError(
+                f"the loss {batch.loss!r} on a model with a {'scalar' if scalar else 'vocabulary'} head",
+                expected="reward or value for a scalar head, any other loss for a vocabulary head",
+            )
+        if batch.loss in ("preference", "reward"):
+            require_pairs(samples)
+
+    def _loss(
+        self, batch: Batch, part: Microbatch, weights_N: torch.Tensor, samples: Sequence[Sample]
+    ) -> tuple[TokenLoss, bool]:
         """Return the loss of a micro-batch's tokens, and whether it couples them."""
         if batch.loss == "sft":
             return lambda logprobs, cut: cross_entropy(logprobs) * weights_N[cut], False
+        if batch.loss == "value":
+            return critic_loss(part, weights_N, self.config.value_clip), False
+        if batch.loss in ("preference", "reward"):
+            return pair_loss(part, samples, batch.loss, self.config), True
         chosen, terms, tokens = policy_loss(self.config.policy_loss), self._terms(), policy_tokens(part)
         return (
             lambda logprobs, cut: chosen.function(logprobs, tokens[cut], terms) * weights_N[cut],
@@ -133,10 +162,18 @@ class LocalTrainer:
         return PolicyTerms(**{f.name: getattr(self.config, f.name) for f in dataclasses.fields(PolicyTerms)})
 
     def _health(
-        self, batch: Batch, micro: Sequence[Microbatch], logprobs: Sequence[torch.Tensor]
+        self,
+        batch: Batch,
+        micro: Sequence[Microbatch],
+        logprobs: Sequence[torch.Tensor],
+        samples: Sequence[Sample],
     ) -> dict[str, float]:
         if batch.loss == "sft":
             return {}
+        if batch.loss == "value":
+            return critic_health(micro, logprobs)
+        if batch.loss in ("preference", "reward"):
+            return pair_health(micro, logprobs, samples, batch.loss, self.config)
         return policy_health(
             torch.cat(list(logprobs)),
             torch.from_numpy(np.concatenate([m.sampled for m in micro])),
@@ -146,7 +183,7 @@ class LocalTrainer:
         )
 
     async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Return per sample the log-probability of each own token at its temperature, in order."""
+        """See :meth:`lehr.train.base.Trainer.score`."""
         found = [np.zeros(int(s.own.sum()), np.float32) for s in samples]
         for part in pack(samples, self.config.tokens_per_microbatch):
             values = score(self.decoder, part).numpy()
@@ -178,10 +215,12 @@ class LocalTrainer:
 
     async def load(self, path: Path, *, optimizer: bool = True) -> None:
         """See :meth:`lehr.train.base.Trainer.load`."""
-        if load_config(path) != self.master.config:
+        config = load_config(path)
+        widened = self.master.config.scalar and config.with_scalar_head() == self.master.config
+        if config != self.master.config and not widened:
             raise ConfigError(f"{path} holds a model of another shape", hint="Open it as a model of its own.")
         state = read_tensors(path / OPTIMIZER) if optimizer else None
-        self.master.load_hf(load_tensors(path))
+        self.master.load_hf(load_scalar(path).to_hf() if widened else load_tensors(path))
         self._renew()
         if state is not None:
             self.optimizer.restore(state)
