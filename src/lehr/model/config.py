@@ -107,7 +107,7 @@ class ModelConfig(Config):
                 hint="Correct it, or fetch the model again.",
             )
         bias = bool(raw.get("attention_bias", False))
-        scalar = _is_scalar(raw)
+        scalar = is_scalar(raw)
         rope, longest = read_rope(raw, count(raw, "max_position_embeddings", default=2048))
         return cls(
             family=family,
@@ -191,7 +191,7 @@ def load_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"{file}: {error.what}", expected=error.expected, hint=error.hint) from error
 
 
-def _is_scalar(raw: Mapping[str, Any]) -> bool:
+def is_scalar(raw: Mapping[str, Any]) -> bool:
     """Return whether the folder holds a model with a scalar head."""
     names: list[Any] = raw.get("architectures") or []
     if not any(str(name).endswith(SCALAR) for name in names):

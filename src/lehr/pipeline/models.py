@@ -9,10 +9,11 @@ from pathlib import Path
 from lehr.core.errors import ConfigError, MissingDependency, UnknownName
 from lehr.ledger.reader import LedgerReader
 from lehr.model.chat import ChatRenderer
-from lehr.model.config import load_config
+from lehr.model.config import is_scalar, load_config
 from lehr.model.fetch import MODELS, fetch, home, locate, ready_home
 from lehr.model.outline import outline
 from lehr.model.tokenizer import ByteTokenizer, load_tokenizer
+from lehr.model.values import read_json
 from lehr.model.weights import weight_files
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.observer import Observer
@@ -57,6 +58,7 @@ def _placed(name: str, only_sampled: bool) -> Path:
             "model", name, [TINY, *MODELS], hint="A path to a Hugging Face folder works as well."
         )
     folder = locate(name)
+    _require_language_model(folder)
     if only_sampled:
         _require_known_or_transformers(folder)
     else:
@@ -64,6 +66,15 @@ def _placed(name: str, only_sampled: bool) -> Path:
     weight_files(folder)
     load_renderer(folder)
     return folder
+
+
+def _require_language_model(folder: Path) -> None:
+    if is_scalar(read_json(folder / "config.json")):
+        raise ConfigError(
+            f"{folder} holds a reward model, which answers nothing",
+            expected="a language model",
+            hint="`lehr eval --pairs FILE --model FOLDER` says how often it prefers the better answer.",
+        )
 
 
 def _require_trainable(folder: Path) -> None:
@@ -110,7 +121,7 @@ def last_stage(run: Path) -> str | None:
     finally:
         reader.close()
     for stage in reversed(recipe.stages):
-        if stage.type != "control" and stage.name in done:
+        if stage.type not in ("control", "reward_model") and stage.name in done:
             return stage.name
     return None
 

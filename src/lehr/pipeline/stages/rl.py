@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from lehr.core.batch import Batch, Manifest
 from lehr.core.reward import Valid
 from lehr.core.trace import Sampling, Version
 from lehr.ledger.rows import ResumeView
+from lehr.pipeline.beside import open_beside
 from lehr.pipeline.context import Context
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.records import ENDED_EARLY, keep_trace, load_group
+from lehr.pipeline.rewarding import RewardModel, open_rewarding, reward_folder
 from lehr.pipeline.samples import DomainScales, to_samples
 from lehr.pipeline.stages.rl_metrics import group_metrics
 from lehr.rollout.base import DropReason, Group
@@ -37,12 +40,33 @@ async def run_rl(ctx: Context, stage: RlStage, start: Path) -> str:
 
     Returns a sentence where the stage ended early or trained less than it was to, else nothing.
     """
-    return await RlRun(ctx, stage).run(start)
+    async with AsyncExitStack() as opened:
+        if stage.advantage == "gae":
+            run = await _with_critic(ctx, stage, start, opened)
+        else:
+            run = RlRun(ctx, stage)
+        if stage.reward_model is not None:
+            run.rewarding = await opened.enter_async_context(open_rewarding(ctx, stage.reward_model, start))
+        return await run.run(start)
+
+
+async def _with_critic(ctx: Context, stage: RlStage, start: Path, opened: AsyncExitStack) -> RlRun:
+    from lehr.pipeline.stages.ppo import CRITIC, PpoRun
+
+    settings = stage.critic
+    begins = start
+    if settings.start == "reward_model" and stage.reward_model is not None:
+        begins = reward_folder(ctx, stage.reward_model)
+    critic = await opened.enter_async_context(open_beside(ctx, CRITIC, begins, settings.train))
+    reference = None
+    if settings.kl > 0:
+        reference = await opened.enter_async_context(open_beside(ctx, "reference", start, scalar=False))
+    return PpoRun(ctx, stage, critic, begins, reference)
 
 
 class RlRun:
     """One start of a stage. Another stage that learns from groups overrides :meth:`apply` and
-    :meth:`teaches`.
+    :meth:`teaches`; one that trains more than the policy also :meth:`save_more` and :meth:`load_more`.
     """
 
     def __init__(self, ctx: Context, stage: RlStage) -> None:
@@ -56,6 +80,7 @@ class RlRun:
         )
         self.admission = Admission(bound=stage.staleness_bound, groups_per_batch=stage.groups_per_batch)
         self.scales = DomainScales({})
+        self.rewarding: RewardModel | None = None
         self.buffer = Buffer(
             self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, teaches=self.teaches
         )
@@ -222,6 +247,12 @@ class RlRun:
         """Return why a finished group is dropped, or None where it is trained on."""
         return teaches(group, self.stage.credit)
 
+    async def save_more(self, path: Path) -> None:
+        """Save what else the run needs into a checkpoint, before it is recorded."""
+
+    async def load_more(self, path: Path | None) -> None:
+        """Take that over from a checkpoint, or begin, where there is none yet."""
+
     async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Take the step of a batch and return what the trainer reports of it."""
         stage = self.stage
@@ -237,6 +268,7 @@ class RlRun:
         ctx.folder.require_space()
         path = ctx.folder.checkpoint(stage.name, step)
         await ctx.trainer.save(path, resumable=True)
+        await self.save_more(path)
         state = {"scales": self.scales.state()}
         previous = ctx.ledger.record_checkpoint(stage.name, step, path.name, state)
         if previous is not None and previous != path.name:
@@ -281,7 +313,12 @@ class RlRun:
 
     async def _run_group(self, plan: GroupPlan) -> Group:
         keep = partial(keep_trace, self.ctx, stage=self.stage.name, domain=plan.domain.card.id)
-        return await self.ctx.runner.run(plan, keep)
+        if self.rewarding is None:
+            return await self.ctx.runner.run(plan, keep)
+        group = await self.rewarding.rewarded(await self.ctx.runner.run(plan), plan.problem.task)
+        for member in group.members:
+            keep(member)
+        return group
 
     def _finish(self, group: Group) -> None:
         passed = sum(1 for m in group.valid if isinstance(m.reward, Valid) and m.reward.passed)
@@ -306,9 +343,12 @@ class RlRun:
         if checkpoint is None:
             await ctx.trainer.load(start, optimizer=False)
             await ctx.trainer.reset(stage.train)
+            await self.load_more(None)
         else:
             await ctx.trainer.reset(stage.train)
-            await ctx.trainer.load(ctx.folder.require_checkpoint(stage.name, checkpoint.step), optimizer=True)
+            path = ctx.folder.require_checkpoint(stage.name, checkpoint.step)
+            await ctx.trainer.load(path, optimizer=True)
+            await self.load_more(path)
             self.scales = DomainScales.restore(checkpoint.state.get("scales", {}))
         if view.scheduler:
             self.scheduler.restore(view.scheduler)
