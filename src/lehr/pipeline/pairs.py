@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from lehr.core.batch import Batch, LossName, Sample
@@ -74,7 +75,7 @@ def pairs_of(groups: Sequence[Group], *, credit: Credit = "passed", per_task: in
     return found
 
 
-def _bare(tokens: np.ndarray[Any, Any], own: np.ndarray[Any, Any], domain: str) -> Sample:
+def _bare(tokens: NDArray[Any], own: NDArray[Any], domain: str) -> Sample:
     zeros = np.zeros(len(tokens), np.float32)
     return Sample(tokens=tokens, own=own, logprobs=zeros, advantages=zeros, domain=domain)
 
@@ -199,7 +200,18 @@ def reward_samples(pair: Pair) -> tuple[Sample, Sample]:
     )
 
 
-def scored_at_end(tokens: np.ndarray[Any, Any], ahead: float = 0.0) -> Sample:
+def score_gaps(said: Sequence[NDArray[np.float32]]) -> list[float]:
+    """Return by how much each pair's preferred side is ahead, from the scores of :func:`reward_samples`."""
+    scores = [float(one[0]) for one in said]
+    return [chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
+
+
+def agreement(gaps: Sequence[float]) -> float:
+    """Return how many pairs have their preferred side ahead; a tie is half of one."""
+    return sum(1.0 if gap > 0 else 0.5 if gap == 0 else 0.0 for gap in gaps)
+
+
+def scored_at_end(tokens: NDArray[Any], ahead: float = 0.0) -> Sample:
     """Return a sample whose one score stands at the last of ``tokens``: a scalar head says of an own token what
     it makes of everything before it, and so one token is added that is never read.
     """

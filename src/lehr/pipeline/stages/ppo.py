@@ -10,7 +10,8 @@ checkpoint.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 
 from lehr.core.batch import Batch, Sample, StepResult
 from lehr.core.reward import Valid
-from lehr.pipeline.beside import over_tokens, score_all
+from lehr.pipeline.beside import open_beside, over_tokens, score_all
 from lehr.pipeline.context import Context
+from lehr.pipeline.rewarding import reward_folder
 from lehr.pipeline.stages.preferences import CriticConfig
 from lehr.pipeline.stages.rl import RlRun
 from lehr.rollout.base import DropReason, Group, Judged
@@ -35,25 +37,42 @@ CRITIC = "critic"
 """The folder of the critic inside a checkpoint of the policy."""
 
 
+@asynccontextmanager
+async def open_critic(ctx: Context, stage: RlStage, start: Path) -> AsyncGenerator[tuple[RemoteTrainer, Path]]:
+    """Start the critic of a stage that begins with the policy in ``start``; yield it with the folder of its
+    first weights.
+    """
+    settings = stage.critic
+    scored = stage.reward_model if settings.start == "reward_model" else None
+    begins = start if scored is None else reward_folder(ctx, scored)
+    async with open_beside(ctx, CRITIC, begins, settings.train) as critic:
+        yield critic, begins
+
+
+def open_reference(ctx: Context, start: Path) -> AbstractAsyncContextManager[RemoteTrainer]:
+    """Start a frozen copy of the stage's first weights, which says how likely it finds what the policy says."""
+    return open_beside(ctx, "reference", start, scalar=False)
+
+
 class PpoRun(RlRun):
-    """One start of a stage with a critic. reference: the stage's first weights, where divergence costs."""
+    """One start of a stage with a critic, which comes with the folder of its first weights. reference: the
+    stage's first weights, where divergence costs.
+    """
 
     def __init__(
         self,
         ctx: Context,
         stage: RlStage,
-        critic: RemoteTrainer,
-        critic_start: Path,
+        critic: tuple[RemoteTrainer, Path],
         reference: RemoteTrainer | None = None,
     ) -> None:
         super().__init__(ctx, stage)
-        self._critic = critic
-        self._critic_start = critic_start
+        self._critic, self._critic_start = critic
         self._reference = reference
 
     def teaches(self, group: Group) -> DropReason | None:
         """Any attempt that was judged teaches, also where all of a group got the same reward."""
-        return None if any(_attempts([group])) else "no_survivors"
+        return None if any(attempts_of([group])) else "no_survivors"
 
     async def run(self, start: Path) -> str:
         """See :func:`lehr.pipeline.stages.rl.run_rl`; the critic's last weights are kept under its own name."""
@@ -77,7 +96,7 @@ class PpoRun(RlRun):
     async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Take the steps of policy and critic on one batch."""
         settings, stage = self.stage.critic, self.stage
-        attempts = list(_attempts(groups))
+        attempts = list(attempts_of(groups))
         flat = [sample for _, samples in attempts for sample in samples]
         values = await score_all(self._critic, flat)
         reference = await score_all(self._reference, flat) if self._reference is not None else None
@@ -99,7 +118,7 @@ class PpoRun(RlRun):
         return {**policy.result().metrics, **told, **more}
 
 
-def _attempts(groups: Iterable[Group]) -> Iterable[tuple[float, tuple[Sample, ...]]]:
+def attempts_of(groups: Iterable[Group]) -> Iterable[tuple[float, tuple[Sample, ...]]]:
     """Yield the reward of each judged attempt with its segments in order."""
     for group in groups:
         for member in group.valid:

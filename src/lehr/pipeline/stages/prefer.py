@@ -18,12 +18,14 @@ from lehr.pipeline.context import Context
 from lehr.pipeline.models import context_tokens
 from lehr.pipeline.pairs import (
     Pair,
+    agreement,
     held_out_pairs,
     pair_batches,
     pairs_of,
     preference_samples,
     read_pairs,
     reward_samples,
+    score_gaps,
 )
 from lehr.pipeline.stages.preferences import PairSource, PreferStage, RewardModelStage
 from lehr.train.remote import RemoteTrainer
@@ -86,9 +88,7 @@ async def run_reward_model(ctx: Context, stage: RewardModelStage, start: Path) -
 async def accuracy(model: RemoteTrainer, pairs: Sequence[Pair]) -> float:
     """Return the share of pairs whose preferred side has the higher score; a tie counts half."""
     said = await score_all(model, [sample for pair in pairs for sample in reward_samples(pair)])
-    scores = [float(one[0]) for one in said]
-    ahead = [chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
-    return sum(1.0 if gap > 0 else 0.5 if gap == 0 else 0.0 for gap in ahead) / max(1, len(ahead))
+    return agreement(score_gaps(said)) / max(1, len(pairs))
 
 
 async def _pairs(ctx: Context, stage: PairSource, start: Path) -> list[Pair]:

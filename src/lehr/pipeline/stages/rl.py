@@ -11,19 +11,19 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from lehr.core.batch import Batch, Manifest
 from lehr.core.reward import Valid
 from lehr.core.trace import Sampling, Version
 from lehr.ledger.rows import ResumeView
-from lehr.pipeline.beside import open_beside
 from lehr.pipeline.context import Context
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.records import ENDED_EARLY, keep_trace, load_group
-from lehr.pipeline.rewarding import RewardModel, open_rewarding, reward_folder
+from lehr.pipeline.rewarding import RewardModel, open_rewarding
 from lehr.pipeline.samples import DomainScales, to_samples
 from lehr.pipeline.stages.rl_metrics import group_metrics
 from lehr.rollout.base import DropReason, Group
@@ -34,34 +34,30 @@ from lehr.schedule.admission import Admission
 from lehr.schedule.base import Outcome
 from lehr.schedule.scheduler import PassRateScheduler, SchedulerConfig
 
+T = TypeVar("T")
+
 
 async def run_rl(ctx: Context, stage: RlStage, start: Path) -> str:
     """Train from ``start``, or from the last checkpoint inside the stage when it is resumed.
 
     Returns a sentence where the stage ended early or trained less than it was to, else nothing.
     """
+    from lehr.pipeline.stages.ppo import PpoRun, open_critic, open_reference
+
+    scored, with_critic = stage.reward_model, stage.advantage == "gae"
     async with AsyncExitStack() as opened:
-        if stage.advantage == "gae":
-            run = await _with_critic(ctx, stage, start, opened)
-        else:
-            run = RlRun(ctx, stage)
-        if stage.reward_model is not None:
-            run.rewarding = await opened.enter_async_context(open_rewarding(ctx, stage.reward_model, start))
+        async with asyncio.TaskGroup() as starting:
+
+            def begin(enter: AbstractAsyncContextManager[T]) -> asyncio.Task[T]:
+                return starting.create_task(opened.enter_async_context(enter))
+
+            reward = begin(open_rewarding(ctx, scored, start)) if scored is not None else None
+            critic = begin(open_critic(ctx, stage, start)) if with_critic else None
+            reference = begin(open_reference(ctx, start)) if with_critic and stage.critic.kl > 0 else None
+        known = reference.result() if reference is not None else None
+        run = RlRun(ctx, stage) if critic is None else PpoRun(ctx, stage, critic.result(), known)
+        run.rewarding = reward.result() if reward is not None else None
         return await run.run(start)
-
-
-async def _with_critic(ctx: Context, stage: RlStage, start: Path, opened: AsyncExitStack) -> RlRun:
-    from lehr.pipeline.stages.ppo import CRITIC, PpoRun
-
-    settings = stage.critic
-    begins = start
-    if settings.start == "reward_model" and stage.reward_model is not None:
-        begins = reward_folder(ctx, stage.reward_model)
-    critic = await opened.enter_async_context(open_beside(ctx, CRITIC, begins, settings.train))
-    reference = None
-    if settings.kl > 0:
-        reference = await opened.enter_async_context(open_beside(ctx, "reference", start, scalar=False))
-    return PpoRun(ctx, stage, critic, begins, reference)
 
 
 class RlRun:
