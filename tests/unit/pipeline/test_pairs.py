@@ -162,7 +162,7 @@ def test_pairs_of_one_prompt_stay_on_one_side(tmp_path):
     assert held_out_pairs(pairs[:1], 0.5, 0) == (pairs[:1], [])
 
 
-def test_a_score_is_mixed_in_and_what_could_not_be_judged_stays_so():
+def test_r17_a_score_is_mixed_in_and_what_could_not_be_judged_stays_so():
     reward = Valid(0.5, {"json": 1.0}, passed=True)
     got = mixed(reward, 2.0, 0.25)
     assert got == replace(reward, value=0.875, parts={"json": 1.0, "verified": 0.5, "reward_model": 2.0})

@@ -124,7 +124,7 @@ def test_the_padding_of_a_reward_model_ends_no_answer():
 
 
 @pytest.mark.parametrize("loss", ["reward", "dpo", "ipo"])
-def test_the_gradient_depends_on_neither_order_nor_split(samples, folder, loss):
+def test_r14_the_gradient_depends_on_neither_order_nor_split(samples, folder, loss):
     scalar = loss == "reward"
     batch = scored(samples, 6, ahead=0.5) if scalar else answered(samples, 6)
     config = CONFIG.model_copy(update={} if scalar else {"preference_loss": loss})
