@@ -14,7 +14,7 @@ from loop import HERE, register
 from test_loop import check_exactly_once, finish, read_until, start
 from transformers import AutoModelForSequenceClassification
 
-from lehr.app.cli import lehr
+from lehr.app.commands.eval_ import eval_
 from lehr.core.batch import Batch
 from lehr.core.config import load
 from lehr.core.errors import ConfigError
@@ -123,7 +123,7 @@ def test_a_reward_model_is_measured_and_is_not_sampled_from(ppo: Path) -> None:
     folder = ppo / "checkpoints" / "reward_model"
     assert AutoModelForSequenceClassification.from_pretrained(folder).config.num_labels == 1
     pairs = str(RECIPES / "pairs.jsonl")
-    told = CliRunner().invoke(lehr, ["eval", "--model", str(folder), "--pairs", pairs, "--json"])
+    told = CliRunner().invoke(eval_, ["--model", str(folder), "--pairs", pairs, "--json"])
     (row,) = json.loads(told.output)
     assert row["n"] == 40 and row["right"] > 24 and row["low"] < row["right"] / 40 <= row["high"]
     with pytest.raises(ConfigError, match="holds a reward model"):
