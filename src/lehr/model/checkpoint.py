@@ -63,16 +63,16 @@ def load_decoder(
         raise ConfigError(f"{folder}: {error.what}", expected=error.expected, hint=error.hint) from error
 
 
-def load_scalar(folder: Path) -> Decoder:
+def load_scalar(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     """Return the model in ``folder`` with a scalar head: its own, or on a language model a new one of zeros,
     whose every score is 0 at first.
     """
     config = load_config(folder)
     if config.scalar:
-        return load_decoder(folder)
+        return load_decoder(folder, dtype)
     tensors = load_tensors(folder)
     tensors["score.weight"] = torch.zeros(1, config.hidden_size)
-    return Decoder.from_hf(config.with_scalar_head(), tensors)
+    return Decoder.from_hf(config.with_scalar_head(), tensors, dtype)
 
 
 def file_digest(path: Path) -> str:

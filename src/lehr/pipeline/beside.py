@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +27,14 @@ async def open_beside(
     ctx: Context, name: str, folder: Path, train: TrainConfig | None = None, *, scalar: bool = True
 ) -> AsyncGenerator[RemoteTrainer]:
     """Start a trainer ``name`` on the model in ``folder``, under a scalar head or its own; end it whatever
-    happens. Its threads stay the same over a run and its resumption, and so does what it computes.
+    happens. Without ``train`` it can only be asked. Its threads stay the same over a run and its resumption,
+    and so does what it computes.
     """
     cluster = LocalCluster(ctx.folder.path)
     body = {
         "model": str(folder),
         "scalar": scalar,
+        "frozen": train is None,
         "train": (train or TrainConfig()).model_dump(),
         "seed": ctx.recipe.seed,
     }
@@ -42,7 +45,15 @@ async def open_beside(
         await asyncio.shield(cluster.close())
 
 
-async def score_all(model: RemoteTrainer, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+class Scoring(Protocol):
+    """The part of a trainer that a model which is only asked has as well."""
+
+    async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """See :meth:`lehr.train.base.Trainer.score`."""
+        ...
+
+
+async def score_all(model: Scoring, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
     """Return what the model says of each sample, a bounded number of them a message."""
     found: list[NDArray[np.float32]] = []
     for start in range(0, len(samples), MESSAGE):

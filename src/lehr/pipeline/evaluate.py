@@ -58,12 +58,12 @@ def evaluate_pairs(folder: Path, file: Path) -> PairsRow:
     """Measure the reward model in ``folder`` on the pairs in ``file``; raises ``ConfigError`` naming what
     cannot be used of either.
     """
-    from lehr.train.trainer import LocalTrainer
+    from lehr.train.scorer import FrozenModel
 
     require_reward_model(folder)
     pairs = read_pairs(file, load_renderer(folder), max_tokens=context_tokens(folder))
     samples = [sample for pair in pairs for sample in reward_samples(pair)]
-    gaps = score_gaps(asyncio.run(LocalTrainer.open(folder).score(samples)))
+    gaps = score_gaps(asyncio.run(FrozenModel.open(folder).score(samples)))
     right = agreement(gaps)
     low, high = wilson(round(right), len(gaps))
     return PairsRow(len(gaps), right, low, high, sum(gaps) / len(gaps))

@@ -18,7 +18,7 @@ from lehr.core.trace import Segment
 from lehr.model.chat import ChatRenderer
 from lehr.model.config import load_config
 from lehr.model.weights import weight_files
-from lehr.pipeline.beside import open_beside, score_all
+from lehr.pipeline.beside import Scoring, open_beside, score_all
 from lehr.pipeline.compare import turns_of
 from lehr.pipeline.context import Context
 from lehr.pipeline.conversations import Conversation, to_sample
@@ -26,7 +26,6 @@ from lehr.pipeline.models import context_tokens, load_renderer
 from lehr.pipeline.pairs import scored_at_end
 from lehr.pipeline.stages.preferences import RewardFrom
 from lehr.rollout.base import Group, Judged
-from lehr.train.remote import RemoteTrainer
 
 SCORE = "reward_model"
 """The part of a reward that holds the score; ``verified`` holds what verifiers said."""
@@ -49,7 +48,7 @@ class RewardModel:
     are; where it has another vocabulary, it is shown what was said. longest: tokens that it can read.
     """
 
-    model: RemoteTrainer
+    model: Scoring
     weight: float
     policy: ChatRenderer
     renderer: ChatRenderer

@@ -34,6 +34,8 @@ class TrainerConfig(Config):
     """Folder for published weights; a memory file system is best. Nothing can be published without one."""
     scalar: bool = False
     """Under a scalar head: a critic or a reward model. A language model gets a new one."""
+    frozen: bool = False
+    """It is only asked what it says of samples; nothing that training needs is held."""
     train: TrainConfig = TrainConfig()
     seed: int = 0
     """Kept for the record: a step draws no random numbers."""
@@ -75,10 +77,13 @@ class TrainerService:
         def load() -> Any:
             from lehr.model.memory import keep_freed_memory
             from lehr.model.tokenizer import load_tokenizer
+            from lehr.train.scorer import FrozenModel
             from lehr.train.trainer import LocalTrainer
 
             keep_freed_memory()
             folder = Path(self._config.model)
+            if self._config.frozen:
+                return FrozenModel.open(folder, self._config.train, scalar=self._config.scalar)
             return LocalTrainer.open(
                 folder,
                 self._config.train,

@@ -29,7 +29,7 @@ from lehr.model.checkpoint import (
 from lehr.model.decoder import Decoder
 from lehr.model.dtype import compute_dtype
 from lehr.train.base import TrainConfig
-from lehr.train.gradient import accumulate, score
+from lehr.train.gradient import accumulate
 from lehr.train.head import TokenLoss
 from lehr.train.health import policy_health
 from lehr.train.losses import PolicyTerms, PolicyTokens, cross_entropy, policy_loss
@@ -37,6 +37,7 @@ from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
 from lehr.train.pairs import SCALAR, critic_health, critic_loss, pair_health, pair_loss, require_pairs
 from lehr.train.publish import Publisher, write_safetensors
+from lehr.train.scorer import score_samples
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -184,12 +185,7 @@ class LocalTrainer:
 
     async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """See :meth:`lehr.train.base.Trainer.score`."""
-        found = [np.zeros(int(s.own.sum()), np.float32) for s in samples]
-        for part in pack(samples, self.config.tokens_per_microbatch):
-            values = score(self.decoder, part).numpy()
-            for index in np.unique(part.samples):
-                found[index][:] = values[part.samples == index]
-        return found
+        return score_samples(self.decoder, samples, self.config.tokens_per_microbatch)
 
     async def evaluate(self, batch: Batch) -> StepResult:
         """See :meth:`lehr.train.base.Trainer.evaluate`."""

@@ -1,15 +1,20 @@
 """Pairs from files and from judged attempts, and what a reward model makes of a verdict."""
 
+import asyncio
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from lehr.core.batch import Sample
 from lehr.core.errors import ConfigError
 from lehr.core.reward import Invalid, Valid
+from lehr.core.task import Message, Task
 from lehr.core.trace import Segment, Trace
 from lehr.model.chat import ChatRenderer
+from lehr.model.tiny import random_decoder, tiny_config
 from lehr.model.tokenizer import ByteTokenizer
 from lehr.pipeline.pairs import (
     held_out_pairs,
@@ -20,10 +25,11 @@ from lehr.pipeline.pairs import (
     reward_samples,
 )
 from lehr.pipeline.recipe import Recipe
-from lehr.pipeline.rewarding import mixed
+from lehr.pipeline.rewarding import RewardModel, mixed
 from lehr.pipeline.stages.ppo import credited
 from lehr.pipeline.stages.preferences import CriticConfig
 from lehr.rollout.base import Group, Judged
+from lehr.train.scorer import FrozenModel
 
 RENDERER = ChatRenderer(ByteTokenizer())
 GOOD = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
@@ -176,8 +182,6 @@ def test_credit_flows_over_the_segments_of_an_attempt_and_stays_on_own_tokens():
         mask = np.zeros(size, bool)
         mask[own] = True
         zeros = np.zeros(size, np.float32)
-        from lehr.core.batch import Sample
-
         return Sample(np.arange(size, dtype=np.int32), mask, np.where(mask, -1, 0).astype(np.float32), zeros)
 
     attempts = [(1.0, (sample(5, [2, 4]), sample(3, [1]))), (0.0, (sample(3, [1, 2]),))]
@@ -191,6 +195,46 @@ def test_credit_flows_over_the_segments_of_an_attempt_and_stays_on_own_tokens():
     np.testing.assert_allclose(made[2].advantages, [0, -0.75 - 0.5, -0.5 - 0.5])
     np.testing.assert_allclose(made[2].values, [0, 0.5, 0.5])
     assert all(not s.returns[~s.own].any() for s in made)
+
+
+def test_a_reward_model_scores_what_was_said_whoever_tokenises_it():
+    decoder = random_decoder(tiny_config(num_layers=1).with_scalar_head(), std=0.2)
+    task = Task(id="t", domain="d", messages=(Message(role="user", content="2 + 2?"),))
+    prompt = RENDERER.start(task.messages)
+
+    def member(name, reward, said):
+        ids = np.asarray([*prompt, *RENDERER.complete(said)], np.int32)
+        own = np.arange(len(ids)) >= len(prompt)
+        zeros = np.zeros(len(ids), np.float32)
+        versions, turns = np.zeros(len(ids), np.int64), np.asarray([len(prompt)], np.int32)
+        one = Segment(ids, own, zeros, zeros, zeros, versions, turns)
+        return Judged(Trace(name, "t", "g", 0, (one,)), reward)
+
+    found = group(
+        member("a", Valid(1.0, passed=True), "4"),
+        member("b", Invalid("sandbox"), "5"),
+        member("c", Valid(0.0), "five"),
+        member("d", Valid(0.0), "x" * 300),
+    )
+    scored = []
+    for same in (True, False):
+        model = RewardModel(FrozenModel(decoder), 0.5, RENDERER, RENDERER, same, longest=200)
+        scored.append(asyncio.run(model.rewarded(found, task)))
+    assert scored[0] == scored[1]
+    a, b, c, d = (m.reward for m in scored[0].members)
+    assert b == Invalid("sandbox") and isinstance(d, Invalid) and "reads 200 tokens" in d.detail
+    tokens = [torch.from_numpy(found.members[i].trace.segments[0].tokens.astype(np.int64)) for i in (0, 2)]
+    hidden = [decoder.hidden(t, torch.arange(len(t)), causal)[-1] for t in tokens]
+    said = [float((h @ decoder.head.weight[0]).detach()) for h in hidden]
+    assert [a.parts["reward_model"], c.parts["reward_model"]] == pytest.approx(said, abs=1e-4)
+    assert a.value == pytest.approx(0.5 + said[0] / 2, abs=1e-4) and a.passed and not c.passed
+
+
+def causal(layer, query, key, value):
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (query, key, value)), is_causal=True, enable_gqa=True
+    )
+    return mixed[0].transpose(0, 1)
 
 
 def test_recipes_that_cannot_be_run_are_refused():
