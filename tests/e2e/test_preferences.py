@@ -21,7 +21,7 @@ from lehr.core.errors import ConfigError
 from lehr.ledger.blobs import BlobStore
 from lehr.ledger.reader import LedgerReader
 from lehr.model.checkpoint import load_tensors
-from lehr.pipeline.evaluate import evaluate_model
+from lehr.pipeline.evaluate import evaluate_model, evaluate_pairs
 from lehr.pipeline.models import TINY, locate_model, trained_model
 from lehr.pipeline.observer import Silent
 from lehr.pipeline.recipe import Recipe, RlStage
@@ -120,12 +120,14 @@ def test_ppo_against_a_reward_model_runs_to_its_end(ppo: Path) -> None:
 
 @pytest.mark.slow
 def test_a_reward_model_is_measured_and_is_not_sampled_from(ppo: Path) -> None:
-    folder = ppo / "checkpoints" / "reward_model"
+    folder, pairs = ppo / "checkpoints" / "reward_model", str(RECIPES / "pairs.jsonl")
     assert AutoModelForSequenceClassification.from_pretrained(folder).config.num_labels == 1
-    pairs = str(RECIPES / "pairs.jsonl")
-    told = CliRunner().invoke(eval_, ["--model", str(folder), "--pairs", pairs, "--json"])
+    told = CliRunner().invoke(eval_, ["--model", str(ppo), "--pairs", pairs, "--json"])
     (row,) = json.loads(told.output)
     assert row["n"] == 40 and row["right"] > 24 and row["low"] < row["right"] / 40 <= row["high"]
+    assert evaluate_pairs(folder, Path(pairs)).right == row["right"]
+    with pytest.raises(ConfigError, match="gives no score"):
+        evaluate_pairs(ppo / "checkpoints" / "rl", Path(pairs))
     with pytest.raises(ConfigError, match="holds a reward model"):
         evaluate_model(str(folder), ["code/functions"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from lehr.core.errors import ConfigError, MissingDependency, UnknownName
@@ -17,6 +18,7 @@ from lehr.model.values import read_json
 from lehr.model.weights import weight_files
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.observer import Observer
+from lehr.pipeline.recipe import Stage
 
 TINY = "tiny"
 """A random model of a few layers with a byte tokenizer, built on the spot."""
@@ -110,7 +112,37 @@ def trained_model(run: Path) -> Path:
 
 
 def last_stage(run: Path) -> str | None:
-    """Return the name of the run's last finished stage that is not a control, or None if there is none yet."""
+    """Return the name of the run's last finished stage that is no control and no reward model, or None if there
+    is none yet.
+    """
+    return _last(run, lambda stage: stage.type not in ("control", "reward_model"))
+
+
+def locate_reward_model(path: Path) -> Path:
+    """Return the folder of a reward model: ``path`` itself, or what the last finished ``reward_model`` stage of
+    the run in ``path`` left.
+
+    Raises ``ConfigError`` where there is none, or a model of another kind.
+    """
+    folder = path
+    if RunFolder(path).begun:
+        stage = _last(path, lambda stage: stage.type == "reward_model")
+        if stage is None:
+            raise ConfigError(
+                f"{path} has no reward model", expected="a run with a finished reward_model stage"
+            )
+        folder = RunFolder(path).require_checkpoint(stage)
+    if not load_config(folder).scalar:
+        raise ConfigError(
+            f"{folder} holds a language model, which gives no score",
+            expected="a reward model: the checkpoint of a reward_model stage, or one label in transformers",
+        )
+    weight_files(folder)
+    return folder
+
+
+def _last(run: Path, asked: Callable[[Stage], bool]) -> str | None:
+    """Return the name of the run's last finished stage that ``asked`` is true of."""
     folder, recipe = RunFolder.open(run)
     folder.require_ledger()
     if not folder.ledger.exists():
@@ -121,7 +153,7 @@ def last_stage(run: Path) -> str | None:
     finally:
         reader.close()
     for stage in reversed(recipe.stages):
-        if stage.type not in ("control", "reward_model") and stage.name in done:
+        if asked(stage) and stage.name in done:
             return stage.name
     return None
 

@@ -11,35 +11,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lehr.core.errors import ConfigError
 from lehr.core.reward import Invalid, Reward, Valid
 from lehr.core.task import Message, Task
 from lehr.core.trace import Segment
 from lehr.model.chat import ChatRenderer
-from lehr.model.config import load_config
-from lehr.model.weights import weight_files
 from lehr.pipeline.beside import Scoring, open_beside, score_all
 from lehr.pipeline.compare import turns_of
 from lehr.pipeline.context import Context
 from lehr.pipeline.conversations import Conversation, to_sample
-from lehr.pipeline.models import context_tokens, load_renderer
+from lehr.pipeline.models import context_tokens, load_renderer, locate_reward_model
 from lehr.pipeline.pairs import scored_at_end
 from lehr.pipeline.stages.preferences import RewardFrom
 from lehr.rollout.base import Group, Judged
 
 SCORE = "reward_model"
 """The part of a reward that holds the score; ``verified`` holds what verifiers said."""
-
-
-def require_reward_model(folder: Path) -> Path:
-    """Return ``folder`` if a reward model is there, else raise :class:`ConfigError`."""
-    if not load_config(folder).scalar:
-        raise ConfigError(
-            f"{folder} holds a language model, which gives no score",
-            expected="a reward model: the checkpoint of a reward_model stage, or one label in transformers",
-        )
-    weight_files(folder)
-    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +89,7 @@ def mixed(reward: Reward, score: float, weight: float) -> Reward:
 def reward_folder(ctx: Context, setting: RewardFrom) -> Path:
     """Return the folder of the reward model that a stage names."""
     folder = ctx.folder.require_checkpoint(setting.stage) if setting.stage else Path(setting.path)
-    return require_reward_model(folder)
+    return locate_reward_model(folder)
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.measure import measure
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
-from lehr.pipeline.models import context_tokens, load_renderer, locate_model, require_model
+from lehr.pipeline.models import context_tokens, load_renderer, locate_model, locate_reward_model, require_model
 from lehr.pipeline.observer import Observer, Silent
 from lehr.pipeline.pairs import read_pairs
 from lehr.pipeline.recipe import (
@@ -36,7 +36,6 @@ from lehr.pipeline.recipe import (
     closing_name,
     is_measured,
 )
-from lehr.pipeline.rewarding import require_reward_model
 from lehr.pipeline.sampler import start_engines
 from lehr.pipeline.stages.control import run_control
 from lehr.pipeline.stages.distill import run_distill
@@ -88,7 +87,7 @@ def check_recipe(recipe: Recipe, say: Callable[[str], object] = lambda _: None) 
         elif isinstance(stage, PairSource) and stage.data:
             read_pairs(Path(stage.data))
         elif isinstance(stage, RlStage) and stage.reward_model and stage.reward_model.path:
-            require_reward_model(Path(stage.reward_model.path))
+            locate_reward_model(Path(stage.reward_model.path))
     asked = recipe.evaluation.count
     for name in recipe.domains:
         has = open_domain(name, recipe.domain_paths).card.splits.get("heldout", 0)
@@ -102,14 +101,17 @@ def _make_ready(recipe: Recipe, observer: Observer) -> None:
         open_domain(name, recipe.domain_paths).make_ready(observer.note)
 
 
-def _require_fitting(recipe: Recipe, model: Path, observer: Observer) -> None:
-    """Have every teacher here, and refuse one that cannot teach this model, and pairs that it cannot read,
-    before anything is trained.
-    """
+def _fetch_teachers(recipe: Recipe, model: Path, observer: Observer) -> None:
+    """Have every teacher here, and refuse one that cannot teach this model, before anything is trained."""
     for stage in recipe.stages:
         if isinstance(stage, DistillStage):
             fetch_teacher(stage, model, observer)
-        elif isinstance(stage, PairSource) and stage.data:
+
+
+def _require_short_pairs(recipe: Recipe, model: Path) -> None:
+    """Refuse files with pairs that the model cannot read, before anything is trained."""
+    for stage in recipe.stages:
+        if isinstance(stage, PairSource) and stage.data:
             limit = context_tokens(model, stage.max_tokens)
             read_pairs(Path(stage.data), load_renderer(model), max_tokens=limit)
 
@@ -120,7 +122,8 @@ def start_run(recipe: Recipe, path: Path, observer: Observer | None = None) -> R
     check_recipe(recipe, observer.note)
     _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
-    _require_fitting(recipe, model, observer)
+    _fetch_teachers(recipe, model, observer)
+    _require_short_pairs(recipe, model)
     folder = RunFolder.create(path, recipe)
     return asyncio.run(_run(folder, recipe, model, observer))
 
@@ -132,7 +135,7 @@ def resume_run(path: Path, observer: Observer | None = None) -> RunResult:
     folder.require_ledger()
     _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
-    _require_fitting(recipe, model, observer)
+    _fetch_teachers(recipe, model, observer)
     return asyncio.run(_run(folder, recipe, model, observer))
 
 

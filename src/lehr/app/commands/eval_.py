@@ -71,6 +71,8 @@ def eval_(
     if bool(domains) == (pairs is not None):
         raise click.UsageError("Name at least one domain, or a file with --pairs, and not both.")
     if pairs is not None:
+        if api or is_fast:
+            raise click.UsageError("--api and --fast are for domains, not for --pairs.")
         return _pairs(model, pairs, as_json)
     require_fit_host()
     with progress(console(stderr=True)) as observer:
