@@ -59,7 +59,7 @@ def with_critic(*, steps: int) -> Recipe:
         critic=CriticConfig(kl=0.05, passes=2, train=train),
         train=train,
     )
-    return recipe().model_copy(update={"stages": (rl,)})
+    return recipe().model_copy(update={"stages": (rl,), "engines": 1})
 
 
 class Lines:
