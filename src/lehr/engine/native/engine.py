@@ -21,7 +21,14 @@ from lehr.core.batch import Manifest
 from lehr.core.errors import ConfigError
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, TierStats
-from lehr.engine.bounds import require_newer, require_next, require_servable
+from lehr.engine.bounds import (
+    require_newer,
+    require_next,
+    require_sampling,
+    require_servable,
+    require_temperature,
+    token_ids,
+)
 from lehr.engine.native.adapters import Adapters
 from lehr.engine.native.attention import Span, StepAttention, lengths
 from lehr.engine.native.cache import BLOCK, BlockPool, root
@@ -134,14 +141,15 @@ class NativeEngine:
 
     def prepare(self, sampling: Sampling) -> None:
         """Compile what ``sampling`` needs, so that :meth:`submit` finds it. May run in any thread."""
+        require_sampling(sampling)
         if sampling.constraint is not None:
             self._grammars.guide(sampling.constraint)
 
     def submit(self, tokens: Sequence[int], sampling: Sampling, session: str = "") -> Request:
         """Queue a request and return it. Raises :class:`RequestTooLarge` or :class:`EngineError`."""
-        prompt = list(map(int, tokens))
+        prompt = token_ids(tokens)
         self._check(prompt, sampling)
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session, int8=self._int8)
         if self._decoder.rotary.depends_on(request.longest - 1):  # the last token is never computed
             request.stretch = request.longest - 1
@@ -414,8 +422,10 @@ class NativeEngine:
 
     def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1], the log-probability of each token after the first."""
-        self._check(list(tokens), Sampling(max_tokens=0))
-        return score(self._decoder, list(map(int, tokens)), temperature)
+        require_temperature(temperature)
+        prompt = token_ids(tokens)
+        self._check(prompt, Sampling(max_tokens=0))
+        return score(self._decoder, prompt, temperature)
 
     def stats(self) -> EngineStats:
         """Return a snapshot."""
