@@ -2,6 +2,7 @@
 #   make setup                  the environment in .venv, and the Debian packages of the sandbox
 #   make quickstart [CONTROL=1] post-train a small model on two cores, 7 to 16 minutes, 5 to 9 more with CONTROL
 #   make test                   all tests
+#   make nightly                every recipe from end to end on the tiny model, a minute each
 #   make test-vllm              the engines' tests against a real vLLM server, in an environment of its own (3.5 GB)
 #   make check                  format, lint, types, import layers
 #   make bench [NAME=engine]    benchmarks, beside a peer
@@ -21,7 +22,7 @@ RUN := $(VENV)/bin/python -m
 READY := $(VENV)/.ready
 WORKERS := 2
 
-.PHONY: help setup quickstart test test-vllm check bench soak soak-engine mutants fetch lock clean
+.PHONY: help setup quickstart test nightly test-vllm check bench soak soak-engine mutants fetch lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -37,6 +38,9 @@ quickstart: $(READY)
 
 test: $(READY)
 	$(RUN) pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+nightly: $(READY)
+	$(RUN) pytest -m nightly tests/e2e/test_recipes.py $(ARGS)
 
 $(VLLM)/.ready: tools/setup-vllm.sh $(READY)
 	@tools/setup-vllm.sh $(VLLM)

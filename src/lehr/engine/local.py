@@ -191,6 +191,7 @@ class LocalEngine:
             raise DeadlineExceeded(f"a completion took more than {timeout_s} s") from error
         finally:
             if not (future.done() and not future.cancelled()):
+                future.cancel()
                 with suppress(EngineBroken):  # then it has let go of the request already
                     self._post(stop)
 

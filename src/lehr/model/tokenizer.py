@@ -90,6 +90,10 @@ class HfTokenizer:
             return bytes.fromhex(text[3:5])
         return text.replace("▁", " ").encode()
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return every token as it is spelt in the file, with its id."""
+        return self._fast.get_vocab(with_added_tokens=True)
+
     def save(self, folder: Path) -> None:
         """Copy the tokenizer's files into ``folder``."""
         for name in (
@@ -126,6 +130,10 @@ class ByteTokenizer:
     def token_bytes(self, token: int) -> bytes:
         """Return the byte of one token, b"" for a special token or an unused id."""
         return bytes([token]) if token < 256 else b""
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return every token with its id."""
+        return {f"<0x{byte:02X}>": byte for byte in range(256)} | self.specials
 
     def save(self, folder: Path) -> None:
         """Write what :func:`load_tokenizer` needs into ``folder``."""

@@ -14,7 +14,7 @@ from lehr.engine.messages import Allotment as EngineShare
 from lehr.engine.router import Router
 from lehr.ledger.blobs import BlobStore
 from lehr.ledger.store import Ledger
-from lehr.model.base import Renderer
+from lehr.model.chat import ChatRenderer
 from lehr.pipeline.cores import Allotment, Division
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
@@ -35,7 +35,7 @@ class Context:
     ledger: Ledger
     blobs: BlobStore
     domains: Mapping[str, Domain]
-    renderer: Renderer
+    renderer: ChatRenderer
     pool: Pool
     engine: Router
     trainer_handle: Handle

@@ -52,6 +52,8 @@ async def demonstrations(
     domains: Mapping[str, Domain], total: int, renderer: Renderer, boxes: Boxes
 ) -> list[Sample]:
     """Return ``total`` demonstrations divided evenly over the domains (the first ones get the rest)."""
+    if total == 0:
+        return []
     share, extra = divmod(total, len(domains))
     wanted = [
         (domain, index)

@@ -14,6 +14,10 @@ from lehr.core.config import Config, Count, load, resolve
 from lehr.core.errors import ConfigError
 from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
+from lehr.pipeline.choosing import Keep
+from lehr.pipeline.conversations import TooLong
+from lehr.pipeline.stages.preferences import CriticConfig, PreferStage, RewardFrom, RewardModelStage
+from lehr.pipeline.stages.settings import DistillStage
 from lehr.train.base import TrainConfig
 
 
@@ -43,19 +47,50 @@ class SandboxConfig(Config):
 
 
 class SftStage(Config):
-    """Supervised fine-tuning on demonstrations made from gold answers of the train split."""
+    """Supervised fine-tuning on demonstrations made from gold answers of the train split, on conversations in a
+    file, or on both.
+    """
 
     type: Literal["sft"] = "sft"
     name: str = "sft"
-    demonstrations: Count = 36
-    """Over all domains, divided evenly."""
+    demonstrations: int | None = Field(default=None, ge=0, lt=1 << 31)
+    """Over all domains, divided evenly. The default is 36, and none where there is ``data``."""
+    data: str = ""
+    """A JSONL file of conversations; see ``lehr.pipeline.conversations``."""
+    max_tokens: Count = 2048
+    """Of one conversation of ``data``, prompt and answers together."""
+    too_long: TooLong = "refuse"
+    """What becomes of a longer one: ``refuse`` leaves it out, ``cut`` keeps its beginning. Both are counted."""
+    heldout_share: float = Field(default=0.05, ge=0, lt=1)
+    """Of the conversations of ``data``: never trained on; their loss is told after each epoch."""
     max_epochs: Count = 6
     batch_size: Count = 8
+    best_by: Literal["rate", "loss"] | None = None
+    """Which epoch's weights are kept: of the highest validation rate, or of the lowest held-out loss. The
+    default is the loss where there is ``data``."""
     patience: Count = 1
-    """Epochs without a better validation rate after which the stage ends with the best weights."""
+    """Epochs without a better one after which the stage ends with the best weights."""
     validation_count: Count = 12
-    """Validation tasks per domain, measured after each epoch."""
+    """Validation tasks per domain, measured after each epoch where the rate decides."""
     train: TrainConfig = TrainConfig(warmup_steps=2)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SftStage:
+        if not self.data and (self.demonstrations == 0 or self.best_by == "loss"):
+            raise ValueError("without data, an sft stage needs demonstrations and best_by='rate'")
+        if self.judged_by == "loss" and self.heldout_share == 0:
+            raise ValueError("best_by='loss' needs a heldout_share above 0; or set best_by='rate'")
+        return self
+
+    @property
+    def from_gold(self) -> int:
+        """How many demonstrations are made from gold answers."""
+        return (0 if self.data else 36) if self.demonstrations is None else self.demonstrations
+
+    @property
+    def judged_by(self) -> Literal["rate", "loss"]:
+        """Which epoch's weights are kept."""
+        return self.best_by or ("loss" if self.data else "rate")
 
 
 class RejectStage(Config):
@@ -71,8 +106,17 @@ class RejectStage(Config):
     """Below 1, more tasks are solved at least once, by answers that differ less."""
     epochs: Count = 2
     batch_size: Count = 8
+    keep: Keep = "passing"
+    """``passing``: what solved its task. ``best``: of each task also what was not solved by any attempt, where
+    one did better than another (best of N by reward)."""
     keep_per_task: Count = 2
-    """Distinct passing answers kept of one task, so that easy tasks do not crowd out hard ones."""
+    """Different answers kept of one task, those of the highest reward first, so that easy tasks do not crowd
+    out hard ones."""
+    min_value: float | None = None
+    """The least reward of an answer that is kept."""
+    near_duplicate: float = Field(default=1.0, gt=0, le=1)
+    """Likeness of two answers to one task from which on they count as one: the share of runs of five tokens
+    that they have in common. 1: only where they are equal."""
     train: TrainConfig = TrainConfig(warmup_steps=2)
 
 
@@ -109,7 +153,24 @@ class RlStage(Config):
     """Steps between checkpoints."""
     time_limit_s: float | None = Field(default=None, gt=0)
     """Start no further step after this many seconds of the stage."""
+    reward_model: RewardFrom | None = None
+    """A reward model whose score is, or is part of, the reward. What a verifier could not judge stays so."""
+    advantage: Literal["group", "gae"] = "group"
+    """``group``: what an attempt's reward is above its group's mean. ``gae``: PPO; what each token turned out
+    better than the critic expected."""
+    critic: CriticConfig = CriticConfig()
+    """With ``advantage = "gae"``."""
     train: TrainConfig = TrainConfig(learning_rate=1e-5, warmup_steps=2)
+
+    @model_validator(mode="after")
+    def _fits(self) -> RlStage:
+        if self.reward_model is not None and self.credit != "value":
+            raise ValueError("a reward_model's score is no part of credit='passed'; set credit='value'")
+        if self.advantage == "gae" and self.negative_weight != 1:
+            raise ValueError("negative_weight is for advantage='group'; leave it out with 'gae'")
+        if self.critic.start == "reward_model" and self.reward_model is None:
+            raise ValueError("critic.start='reward_model' needs a reward_model")
+        return self
 
 
 class ControlStage(Config):
@@ -127,7 +188,20 @@ class ControlStage(Config):
     train: TrainConfig = TrainConfig()
 
 
-Stage = Annotated[SftStage | RejectStage | RlStage | ControlStage, Field(discriminator="type")]
+Stage = Annotated[
+    SftStage | RejectStage | DistillStage | PreferStage | RewardModelStage | RlStage | ControlStage,
+    Field(discriminator="type"),
+]
+
+
+def is_measured(stage: Stage) -> bool:
+    """Return whether the policy is measured after the stage. The measurement is then what ends it."""
+    return stage.type not in ("reject", "reward_model")
+
+
+def closing_name(stage: Stage) -> str:
+    """Return the name of what ends the stage in the record."""
+    return f"measure {stage.name}" if is_measured(stage) else stage.name
 
 
 class Recipe(Config):
@@ -160,7 +234,13 @@ class Recipe(Config):
         if twice:
             raise ValueError(f"stage names must be unique and not 'base'; rename {', '.join(twice)}")
         seen: set[str] = set()
+        scorers: set[str] = set()
         for stage in self.stages:
+            if isinstance(stage, RewardModelStage):
+                scorers.add(stage.name)
+            used = stage.reward_model.stage if isinstance(stage, RlStage) and stage.reward_model else ""
+            if used and used not in scorers:
+                raise ValueError(f"stage {stage.name!r} needs a reward_model stage named {used!r} before it")
             if isinstance(stage, ControlStage):
                 missing = [name for name in (stage.after, *stage.match) if name not in seen]
                 if missing:

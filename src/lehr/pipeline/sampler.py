@@ -60,10 +60,17 @@ async def open_sampler(
 
 
 async def start_engines(
-    cluster: Cluster, model: Path, config: NativeConfig, count: int | None, *, incarnation: int
+    cluster: Cluster,
+    model: Path,
+    config: NativeConfig,
+    count: int | None,
+    *,
+    incarnation: int,
+    name: str = "engine",
 ) -> Router:
     """Start ``count`` embedded engines (one per core, at most ``MOST_ENGINES``, if it is None) that begin with
-    the weights of ``model``. They share the cores and the ``cache_tokens`` of ``config`` evenly.
+    the weights of ``model``. They share the cores and the ``cache_tokens`` of ``config`` evenly. name: of their
+    roles, with a number after it.
     """
     whole = divide().sampling
     count = count or min(len(whole.cores), MOST_ENGINES)
@@ -73,7 +80,7 @@ async def start_engines(
     async with asyncio.TaskGroup() as tasks:
         starting = [
             tasks.create_task(
-                cluster.start(Role(f"engine-{number}", "lehr.engine.role:build", body, threads=part.threads))
+                cluster.start(Role(f"{name}-{number}", "lehr.engine.role:build", body, threads=part.threads))
             )
             for number, part in enumerate(parts)
         ]

@@ -46,15 +46,19 @@ def teaches(group: Group, credit: Credit = "value") -> DropReason | None:
 class Buffer:
     """Takes finished groups, refuses those that teach nothing, hands the rest over in batches.
 
-    credit: what the groups will be trained on.
+    teaches: returns why a group is dropped, or None where it teaches something.
     on_drop: called once for each refused group, with the reason.
     refuse_limit: refused groups in a row, without one accepted, after which :meth:`take` returns.
     """
 
     def __init__(
-        self, on_drop: Callable[[Group, DropReason], None], *, refuse_limit: int, credit: Credit = "value"
+        self,
+        on_drop: Callable[[Group, DropReason], None],
+        *,
+        refuse_limit: int,
+        teaches: Callable[[Group], DropReason | None] = teaches,
     ) -> None:
-        self._credit: Credit = credit
+        self._teaches = teaches
         self._on_drop = on_drop
         self._refuse_limit = refuse_limit
         self._ready: deque[Group] = deque()
@@ -67,7 +71,7 @@ class Buffer:
 
     def put(self, group: Group) -> None:
         """Add a finished group, or drop it if it teaches nothing."""
-        reason = teaches(group, self._credit)
+        reason = self._teaches(group)
         if reason is not None:
             self._refused_in_row += 1
             self._on_drop(group, reason)

@@ -6,6 +6,7 @@ Its traces have no segment. They can be judged and counted; nothing can be train
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lehr.core.clock import Clock, SystemClock
@@ -26,6 +27,7 @@ class _Progress:
     usage: Usage = field(default_factory=Usage)
     stop: StopReason = "abort"
     turns: int = 0
+    said: list[Message] = field(default_factory=list[Message])
 
     def add(self, usage: Usage) -> None:
         u = self.usage
@@ -41,9 +43,20 @@ class ChatLoop:
 
     A failure ends the episode with a failure in the trace. Only what would end every other one as well is
     raised: the loss of a process (:class:`RoleLost`), and a model that cannot be used (:class:`NoAccess`).
+
+    heard: called with the id of each trace that did not fail and all that was said in it, the task's messages
+    first.
     """
 
-    def __init__(self, completer: Completer, boxes: Boxes, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        completer: Completer,
+        boxes: Boxes,
+        *,
+        heard: Callable[[str, Sequence[Message]], object] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._heard = heard
         self._completer = completer
         self._boxes = boxes
         self._clock = clock or SystemClock()
@@ -67,6 +80,8 @@ class ChatLoop:
             failure = Failure.of(error)
         if failure is not None:
             evidence = Evidence(task.id, "", turns=state.turns, failure=failure)
+        elif self._heard is not None:
+            self._heard(attempt.trace_id, state.said)
         trace = Trace(
             id=attempt.trace_id,
             task_id=task.id,
@@ -94,7 +109,8 @@ class ChatLoop:
             episode = await environment.open(task, self._boxes)
         left_s -= self._clock.now() - opened
         self._span(state, "queue", opened, 0)
-        said: list[Message] = list(task.messages)
+        said = state.said
+        said += task.messages
         try:
             for number in range(task.max_turns):
                 seed = derive_seed(attempt.seed, number) if sampling.temperature else None
@@ -104,6 +120,7 @@ class ChatLoop:
                 state.add(answer.usage)
                 state.stop = "length" if answer.stop == "length" else "stop"
                 state.turns += 1
+                said.append(Message(role="assistant", content=answer.text))
                 begun = self._clock.now()
                 async with asyncio.timeout(left_s):
                     observation = await episode.step(Turn(answer.text, truncated=answer.stop == "length"))
@@ -111,7 +128,7 @@ class ChatLoop:
                 self._span(state, "tool", begun, number)
                 if observation.done:
                     break
-                said += [Message(role="assistant", content=answer.text), *observation.messages]
+                said += observation.messages
         finally:
             evidence = await asyncio.shield(episode.close())
         return evidence

@@ -119,3 +119,19 @@ def test_what_would_end_every_episode_is_raised():
 def test_tools_cannot_be_offered_yet():
     trace, _ = run(Scripted(), Echo(), tools=(ToolSpec(name="add"),))
     assert trace.failure is not None and "offers tools" in trace.failure.detail
+
+
+def test_what_was_said_is_told_once_with_the_last_answer_and_not_of_a_failure() -> None:
+    heard: dict[str, list[tuple[str, str]]] = {}
+
+    def listen(trace: str, said: Sequence[Message]) -> None:
+        heard[trace] = [(m.role, m.content) for m in said]
+
+    for trace, *answers in (
+        ("good", Answer("hm", "stop"), Answer("DONE", "stop")),
+        ("bad", Answer("hm", "stop"), AnswerError("no")),
+    ):
+        loop = ChatLoop(Scripted(*answers), None, heard=listen)  # type: ignore[arg-type]
+        task = Task(id="t", domain="d", messages=(Message(role="user", content="go"),), max_turns=3)
+        asyncio.run(loop.run(Echo(), task, Sampling(), Attempt(trace, "g", 0, 1)))
+    assert heard == {"good": [("user", "go"), ("assistant", "hm"), ("tool", "len 2"), ("assistant", "DONE")]}

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import FailFast, Field, ValidationError, field_validator, model_validator
 
 from lehr.app.serve.errors import ApiError, unsupported
-from lehr.app.serve.tools import written
-from lehr.core.task import Message, ToolSpec
+from lehr.core.task import ToolSpec
 from lehr.core.trace import Sampling
+from lehr.model.messages import ChatMessage, Part, Tool, without_null
 
 MOST_CHOICES = 128
 """Completions that one request may ask for, over all its prompts."""
@@ -61,11 +61,7 @@ REFUSED = frozenset(
 B = TypeVar("B", bound="Body")
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class StreamOptions(_Part):
+class StreamOptions(Part):
     """What a stream tells besides text."""
 
     include_usage: bool = False
@@ -73,105 +69,20 @@ class StreamOptions(_Part):
     """Ignored."""
 
 
-class CalledFunction(_Part):
-    """A tool call of an earlier turn."""
-
-    name: str
-    arguments: str = "{}"
-
-
-class ToolCall(_Part):
-    """A tool call of an earlier turn, with its id."""
-
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ChatMessage(_Part):
-    """One message. ``content`` is text, or a list of text parts, which are joined."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list[ToolCall])
-    tool_call_id: str | None = None
-    name: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] = Field(default_factory=list[Any])
-
-    @model_validator(mode="before")
-    @classmethod
-    def _present(cls, raw: object) -> object:
-        return _without_null(raw)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _joined(cls, raw: object) -> object:
-        if not isinstance(raw, list):
-            return raw
-        texts: list[str] = []
-        for part in cast("list[object]", raw):
-            fields = cast("dict[str, object]", part if isinstance(part, dict) else {})
-            text = fields.get("text")
-            if fields.get("type") != "text" or not isinstance(text, str):
-                kind = fields.get("type")
-                raise ValueError(f"a part of type {kind!r} cannot be shown to this model; expected text parts")
-            texts.append(text)
-        return "".join(texts)
-
-    @model_validator(mode="after")
-    def _complete(self) -> ChatMessage:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls of the role {self.role!r}; only the assistant calls tools")
-        if self.content is None and not self.tool_calls and self.refusal is None:
-            raise ValueError("content is missing")
-        return self
-
-    def message(self) -> Message:
-        """Return it as the chat template takes it; tool calls are written out as the model writes them."""
-        text = self.content if self.content is not None else self.refusal or ""
-        calls = [written(c.function.name, c.function.arguments) for c in self.tool_calls]
-        content = "\n".join([*([text] if text else []), *calls])
-        role = "system" if self.role == "developer" else self.role
-        return Message(role=role, content=content)
-
-
-class FunctionSpec(_Part):
-    """A tool that the model may call."""
-
-    name: str = Field(min_length=1, max_length=64)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    """Whether the arguments are held to every keyword of ``parameters``."""
-
-
-class Tool(_Part):
-    """A tool of the kind that exists: a function."""
-
-    type: Literal["function"]
-    function: FunctionSpec
-
-    def spec(self) -> ToolSpec:
-        """Return it as the chat template takes it."""
-        f = self.function
-        return ToolSpec(name=f.name, description=f.description or "", parameters=f.parameters or {})
-
-
-class NamedFunction(_Part):
+class NamedFunction(Part):
     """The name of a tool."""
 
     name: str
 
 
-class NamedTool(_Part):
+class NamedTool(Part):
     """The tool that has to be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class NamedSchema(_Part):
+class NamedSchema(Part):
     """A schema of answers. They are held to it whether ``strict`` or not."""
 
     name: str = Field(min_length=1, max_length=64)
@@ -180,7 +91,7 @@ class NamedSchema(_Part):
     strict: bool | None = None
 
 
-class Format(_Part):
+class Format(Part):
     """What an answer has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -189,7 +100,7 @@ class Format(_Part):
     @model_validator(mode="before")
     @classmethod
     def _present(cls, raw: object) -> object:
-        return _without_null(raw)
+        return without_null(raw)
 
     @model_validator(mode="after")
     def _complete(self) -> Format:
@@ -198,7 +109,7 @@ class Format(_Part):
         return self
 
 
-class Body(_Part):
+class Body(Part):
     """What both endpoints take. ``top_k`` is not OpenAI's; -1 and 0 turn it off."""
 
     model: str
@@ -357,7 +268,7 @@ def read(kind: type[B], data: bytes) -> B:
         ) from error
     if not isinstance(raw, dict):
         raise ApiError(400, f"the body is a {type(raw).__name__}. Expected an object.", code="invalid_json")
-    fields = _known(kind, cast("dict[str, Any]", _without_null(cast("dict[str, Any]", raw))))
+    fields = _known(kind, cast("dict[str, Any]", without_null(cast("dict[str, Any]", raw))))
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
@@ -409,12 +320,6 @@ def _invalid(error: ValidationError) -> ApiError:
     more = len(error.errors()) - 1
     others = f" {more} more field{'s are' if more > 1 else ' is'} wrong." if more else ""
     return ApiError(400, f"{path or 'the body'}: {said}{given}.{others}", code="invalid_value", param=path)
-
-
-def _without_null(raw: object) -> object:
-    if not isinstance(raw, dict):
-        return raw
-    return {name: value for name, value in cast("dict[str, Any]", raw).items() if value is not None}
 
 
 def _is_id(value: object) -> bool:

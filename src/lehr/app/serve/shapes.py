@@ -9,10 +9,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from lehr.app.serve.tools import CLOSE, OPEN
 from lehr.core.trace import Constraint
 from lehr.engine.native.guides import SPACE
 from lehr.model.chat import CallForm
+from lehr.model.messages import CLOSE, OPEN
 
 
 def answer_shape(schema: dict[str, Any] | None) -> Constraint:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+from lehr.model.messages import CLOSE, OPEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +21,6 @@ class Call:
 
     name: str
     arguments: str
-
-
-def written(name: str, arguments: str) -> str:
-    """Return a call as a model writes it, for the history of a conversation."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = arguments
-    body = json.dumps({"name": name, "arguments": value}, ensure_ascii=False)
-    return f"{OPEN}\n{body}\n{CLOSE}"
 
 
 class ToolStream:

@@ -9,6 +9,7 @@ from lehr.pipeline.context import Context
 from lehr.pipeline.demonstrations import demonstrations
 from lehr.pipeline.epochs import epoch_batches, steps_per_epoch
 from lehr.pipeline.recipe import ControlStage, SftStage
+from lehr.pipeline.stages.sft import training_set
 
 
 async def run_control(ctx: Context, stage: ControlStage, start: Path) -> None:
@@ -18,12 +19,14 @@ async def run_control(ctx: Context, stage: ControlStage, start: Path) -> None:
     """
     del start
     source = next(s for s in ctx.recipe.stages if s.name == stage.after)
-    count = source.demonstrations if isinstance(source, SftStage) else 128
     budget_s = sum(ctx.ledger.stage_seconds(name) for name in stage.match)
     await ctx.trainer.load(ctx.folder.require_checkpoint(stage.after), optimizer=False)
     await ctx.trainer.reset(stage.train)
     await ctx.allot(trainer=ctx.division.training)
-    samples = await demonstrations(ctx.domains, count, ctx.renderer, ctx.pool)
+    if isinstance(source, SftStage):
+        samples, _ = await training_set(ctx, source)
+    else:
+        samples = await demonstrations(ctx.domains, 128, ctx.renderer, ctx.pool)
     per_epoch = steps_per_epoch(samples, stage.batch_size)
     ctx.observer.stage(stage.name, round(budget_s), "s")
     begun, step, epoch = time.monotonic(), 0, 0

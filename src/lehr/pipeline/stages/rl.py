@@ -11,8 +11,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from lehr.core.batch import Batch, Manifest
 from lehr.core.reward import Valid
@@ -21,15 +23,18 @@ from lehr.ledger.rows import ResumeView
 from lehr.pipeline.context import Context
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.records import ENDED_EARLY, keep_trace, load_group
+from lehr.pipeline.rewarding import RewardModel, open_rewarding
 from lehr.pipeline.samples import DomainScales, to_samples
 from lehr.pipeline.stages.rl_metrics import group_metrics
 from lehr.rollout.base import DropReason, Group
-from lehr.rollout.buffer import Buffer, Filled, Starved
+from lehr.rollout.buffer import Buffer, Filled, Starved, teaches
 from lehr.rollout.dispatcher import Dispatcher
 from lehr.rollout.group import GroupPlan
 from lehr.schedule.admission import Admission
 from lehr.schedule.base import Outcome
 from lehr.schedule.scheduler import PassRateScheduler, SchedulerConfig
+
+T = TypeVar("T")
 
 
 async def run_rl(ctx: Context, stage: RlStage, start: Path) -> str:
@@ -37,10 +42,29 @@ async def run_rl(ctx: Context, stage: RlStage, start: Path) -> str:
 
     Returns a sentence where the stage ended early or trained less than it was to, else nothing.
     """
-    return await _RlRun(ctx, stage).run(start)
+    from lehr.pipeline.stages.ppo import PpoRun, open_critic, open_reference
+
+    scored, with_critic = stage.reward_model, stage.advantage == "gae"
+    async with AsyncExitStack() as opened:
+        async with asyncio.TaskGroup() as starting:
+
+            def begin(enter: AbstractAsyncContextManager[T]) -> asyncio.Task[T]:
+                return starting.create_task(opened.enter_async_context(enter))
+
+            reward = begin(open_rewarding(ctx, scored, start)) if scored is not None else None
+            critic = begin(open_critic(ctx, stage, start)) if with_critic else None
+            reference = begin(open_reference(ctx, start)) if with_critic and stage.critic.kl > 0 else None
+        known = reference.result() if reference is not None else None
+        run = RlRun(ctx, stage) if critic is None else PpoRun(ctx, stage, critic.result(), known)
+        run.rewarding = reward.result() if reward is not None else None
+        return await run.run(start)
 
 
-class _RlRun:
+class RlRun:
+    """One start of a stage. Another stage that learns from groups overrides :meth:`apply` and
+    :meth:`teaches`; one that trains more than the policy also :meth:`save_more` and :meth:`load_more`.
+    """
+
     def __init__(self, ctx: Context, stage: RlStage) -> None:
         self.ctx = ctx
         self.stage = stage
@@ -52,8 +76,9 @@ class _RlRun:
         )
         self.admission = Admission(bound=stage.staleness_bound, groups_per_batch=stage.groups_per_batch)
         self.scales = DomainScales({})
+        self.rewarding: RewardModel | None = None
         self.buffer = Buffer(
-            self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, credit=stage.credit
+            self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, teaches=self.teaches
         )
         self.dispatcher = Dispatcher(
             self._plan,
@@ -72,6 +97,7 @@ class _RlRun:
         self.why = ""
 
     async def run(self, start: Path) -> str:
+        """See :func:`run_rl`."""
         ctx, stage = self.ctx, self.stage
         first = await self._restore(start)
         await ctx.allot(ctx.division.shared_sampling, ctx.division.shared_training)
@@ -91,7 +117,7 @@ class _RlRun:
             ctx.ledger.drop_group(group.id, "stage_over")
         if self.trained >= stage.steps:
             return ""
-        name = "RL" if stage.name == "rl" else f"RL ({stage.name})"
+        name = "RL" if stage.name == "rl" else stage.name
         why = self.why or "other steps found nothing to learn from"
         text = f"{name} ended after {self.trained} of {stage.steps} steps: {why}"
         ctx.ledger.event(ENDED_EARLY, stage=stage.name, text=text)
@@ -160,7 +186,7 @@ class _RlRun:
         version = Version(ctx.ledger.incarnation, ctx.published)
         ctx.ledger.record_batch(stage.name, step, [group.id for group in groups], version)
         begun = time.monotonic()
-        result = await self._apply(step, groups)
+        result = await self.apply(step, groups)
         trained_s = time.monotonic() - begun
         ctx.ledger.mark_trained(stage.name, step)
         self.trained += 1
@@ -213,7 +239,18 @@ class _RlRun:
             await self.syncing
             self.syncing = None
 
-    async def _apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    def teaches(self, group: Group) -> DropReason | None:
+        """Return why a finished group is dropped, or None where it is trained on."""
+        return teaches(group, self.stage.credit)
+
+    async def save_more(self, path: Path) -> None:
+        """Save what else the run needs into a checkpoint, before it is recorded."""
+
+    async def load_more(self, path: Path | None) -> None:
+        """Take that over from a checkpoint, or begin, where there is none yet."""
+
+    async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Take the step of a batch and return what the trainer reports of it."""
         stage = self.stage
         samples = to_samples(groups, self.scales, stage.credit, stage.negative_weight)
         batch = Batch(step, "policy_gradient", samples)
@@ -227,6 +264,7 @@ class _RlRun:
         ctx.folder.require_space()
         path = ctx.folder.checkpoint(stage.name, step)
         await ctx.trainer.save(path, resumable=True)
+        await self.save_more(path)
         state = {"scales": self.scales.state()}
         previous = ctx.ledger.record_checkpoint(stage.name, step, path.name, state)
         if previous is not None and previous != path.name:
@@ -271,7 +309,12 @@ class _RlRun:
 
     async def _run_group(self, plan: GroupPlan) -> Group:
         keep = partial(keep_trace, self.ctx, stage=self.stage.name, domain=plan.domain.card.id)
-        return await self.ctx.runner.run(plan, keep)
+        if self.rewarding is None:
+            return await self.ctx.runner.run(plan, keep)
+        group = await self.rewarding.rewarded(await self.ctx.runner.run(plan), plan.problem.task)
+        for member in group.members:
+            keep(member)
+        return group
 
     def _finish(self, group: Group) -> None:
         passed = sum(1 for m in group.valid if isinstance(m.reward, Valid) and m.reward.passed)
@@ -296,9 +339,12 @@ class _RlRun:
         if checkpoint is None:
             await ctx.trainer.load(start, optimizer=False)
             await ctx.trainer.reset(stage.train)
+            await self.load_more(None)
         else:
             await ctx.trainer.reset(stage.train)
-            await ctx.trainer.load(ctx.folder.require_checkpoint(stage.name, checkpoint.step), optimizer=True)
+            path = ctx.folder.require_checkpoint(stage.name, checkpoint.step)
+            await ctx.trainer.load(path, optimizer=True)
+            await self.load_more(path)
             self.scales = DomainScales.restore(checkpoint.state.get("scales", {}))
         if view.scheduler:
             self.scheduler.restore(view.scheduler)
@@ -311,7 +357,7 @@ class _RlRun:
         await ctx.allot(trainer=ctx.division.training)
         for number, batch in enumerate(replay, start=1):
             groups = [load_group(ctx, g.id, g.domain, g.task_id) for g in batch.groups]
-            await self._apply(batch.step, groups)
+            await self.apply(batch.step, groups)
             ctx.ledger.mark_trained(stage.name, batch.step, replay=True)
             ctx.observer.advance(number, len(replay))
             done = batch.step

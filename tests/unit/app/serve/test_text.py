@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lehr.app.serve.text import TextStream
-from lehr.app.serve.tools import Call, ToolStream, parse, written
+from lehr.app.serve.tools import Call, ToolStream, parse
 from lehr.engine.native.stops import cut, find_stop
+from lehr.model.messages import written
 from lehr.model.tokenizer import ByteTokenizer
 
 TEXT = st.text("aébc€😀", max_size=24)
