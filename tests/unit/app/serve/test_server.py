@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from lehr.app.serve import listening
+from lehr.app.serve.errors import ApiError
 from lehr.app.serve.metrics import Meter
+from lehr.app.serve.requests import ChatBody, read
 from lehr.app.serve.server import application
 from lehr.app.serve.work import Limits, Served, Service
 from lehr.core.errors import DeadlineExceeded
@@ -311,3 +313,11 @@ def test_connections_whose_headers_do_not_end_are_closed_and_others_are_not(
         bound.close()
 
     run(what())
+
+
+@pytest.mark.parametrize("field", ["messages", "tools"])
+def test_a_body_is_read_up_to_its_first_wrong_element(field: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | {field: [{}] * 1000}
+    with pytest.raises(ApiError, match=f"^{field}.0.") as caught:
+        read(ChatBody, json.dumps(body).encode())
+    assert "more fields" not in str(caught.value)
