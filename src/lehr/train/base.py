@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
-from lehr.core.batch import Batch, Manifest, StepResult
+from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.config import Config, Dtype
 from lehr.core.trace import Version
 
-PolicyLossName = Literal["dppo_tv", "tis", "gspo", "none"]
+PolicyLossName = Literal["dppo_tv", "ppo_clip", "decoupled_ppo", "gspo", "cispo", "tis", "none"]
+Positive = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -29,23 +33,45 @@ class TrainConfig(Config):
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
     Master weights and optimiser state are float32 always."""
     policy_loss: PolicyLossName = "dppo_tv"
-    """How a policy gradient corrects for tokens that older weights sampled: ``dppo_tv``, ``tis``, ``gspo`` or
-    ``none``."""
+    """How a policy gradient corrects for tokens that older weights sampled: ``dppo_tv``, ``ppo_clip``,
+    ``decoupled_ppo``, ``gspo``, ``cispo``, ``tis`` or ``none``."""
     tis_cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio under ``tis``."""
     mask_delta: float = Field(default=0.2, gt=0)
     """Probability difference beyond which ``dppo_tv`` drops a token that moves further away."""
     log_ratio_penalty: float = Field(default=1e-3, ge=0)
     """Weight of the squared log ratio under ``dppo_tv``."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """How far a token's ratio may fall below 1 under ``ppo_clip`` and ``decoupled_ppo``."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """How far a token's ratio may rise above 1 under ``ppo_clip`` and ``decoupled_ppo``."""
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """Ratio beyond which a token of negative advantage is not pushed down further, under the same two; none is
+    off."""
+    cispo_cap: float = Field(default=5.0, gt=0)
+    """Upper bound of the importance ratio under ``cispo``."""
+    behaviour_cap: float = Field(default=5.0, gt=0)
+    """Upper bound of the weight for samples of older versions under ``decoupled_ppo``."""
     gspo_low: float = Field(default=3e-4, gt=0, lt=1)
     """How far a sequence's ratio may fall below 1 under ``gspo``."""
     gspo_high: float = Field(default=4e-4, gt=0)
     """How far a sequence's ratio may rise above 1 under ``gspo``."""
+    geometric_mask: tuple[Positive, Positive] | None = None
+    """Bounds, such as [0.99, 1.01], of the geometric mean of a sample's ratios, outside of which it is left out
+    of the policy loss."""
+    off_policy_delta: float | None = Field(default=None, gt=0)
+    """Leave samples of negative advantage out of the policy loss whose tokens have become less likely by more
+    than this on average, in nats."""
+    loss_kl: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the reference model (k2) in the loss."""
     mean_over: Literal["token", "sequence"] = "token"
     """What a batch's loss is the mean of: its tokens, or its samples' own means (short ones then count as
     much)."""
     train_without_variance: bool = False
     """Also take in groups whose advantages are all zero (they then feel the log-ratio penalty)."""
+
+
+ScoredBy = Literal["policy", "reference"]
 
 
 class Trainer(Protocol):
@@ -55,6 +81,18 @@ class Trainer(Protocol):
         """Take exactly one optimiser step. A batch without loss tokens changes nothing.
 
         Raises ``Diverged`` when loss or gradient is not finite; weights are then unchanged.
+        """
+        ...
+
+    async def score(self, samples: Sequence[Sample], by: ScoredBy = "policy") -> list[NDArray[np.float32]]:
+        """Return per sample, float32 with one entry per token, the log-probabilities of own tokens at its
+        temperature, 0 elsewhere, under the weights of now or under the reference model.
+        """
+        ...
+
+    async def keep_reference(self, path: Path | None) -> int:
+        """Load the model in ``path`` as the reference and keep it as it is; None lets it go. Returns the
+        bytes that it holds: one more copy of the weights in the compute dtype.
         """
         ...
 

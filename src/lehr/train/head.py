@@ -25,9 +25,12 @@ it couples tokens it is called once, with all of them, and may return any shape.
 
 @dataclass(frozen=True, slots=True)
 class HeadResult:
-    """logprobs_N: float32, of the targets. loss: the sum over tokens. grad_hidden_ND: of that sum."""
+    """logprobs_N: float32, of the targets. entropy_N: float32, in nats, of the distribution at each, at its
+    temperature. loss: the sum over tokens. grad_hidden_ND: of that sum.
+    """
 
     logprobs_N: Tensor
+    entropy_N: Tensor
     loss: float
     grad_hidden_ND: Tensor
 
@@ -64,6 +67,7 @@ def head_loss(
     """
     count = len(targets_N)
     logprobs = torch.empty(count, dtype=torch.float32)
+    entropy = torch.empty(count, dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden_ND)
     total = 0.0
     slopes: Tensor | None = None
@@ -82,7 +86,9 @@ def head_loss(
         else:
             slope = slopes[part]
         slope = slope.div_(temperatures_N[part])
-        flow = log_softmax.exp_().mul_(-slope[:, None])
+        flow = log_softmax.exp()
+        entropy[part] = torch.linalg.vecdot(flow, log_softmax).neg_()
+        flow.mul_(-slope[:, None])
         flow.scatter_add_(1, targets[:, None], slope[:, None])
         narrow = flow.to(weight_VD.dtype)
         torch.mm(narrow, weight_VD, out=grad_hidden[part])
@@ -90,7 +96,7 @@ def head_loss(
             grad_weight_VD.addmm_(narrow.t(), hidden)
         else:
             grad_weight_VD.add_(torch.mm(narrow.t(), hidden))
-    return HeadResult(logprobs, total, grad_hidden)
+    return HeadResult(logprobs, entropy, total, grad_hidden)
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lehr.core.batch import Batch, Manifest, StepResult
+import numpy as np
+from numpy.typing import NDArray
+
+from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.trace import Version
-from lehr.train.base import TrainConfig
-from lehr.train.role import Location, Share
+from lehr.train.base import ScoredBy, TrainConfig
+from lehr.train.role import Location, Share, ToScore
 
 
 class Caller(Protocol):
@@ -33,6 +37,18 @@ class RemoteTrainer:
     async def step(self, batch: Batch) -> StepResult:
         """See :meth:`lehr.train.base.Trainer.step`."""
         return await self._handle.call("step", batch, returns=StepResult, timeout_s=self._step_timeout_s)
+
+    async def score(self, samples: Sequence[Sample], by: ScoredBy = "policy") -> list[NDArray[np.float32]]:
+        """See :meth:`lehr.train.base.Trainer.score`."""
+        asked = ToScore(tuple(samples), by)
+        return await self._handle.call(
+            "score", asked, returns=list[NDArray[np.float32]], timeout_s=self._step_timeout_s
+        )
+
+    async def keep_reference(self, path: Path | None) -> int:
+        """See :meth:`lehr.train.base.Trainer.keep_reference`."""
+        where = None if path is None else Location(str(path), False)
+        return await self._handle.call("keep_reference", where, returns=int, timeout_s=self._io_timeout_s)
 
     async def publish(self, version: Version) -> Manifest:
         """See :meth:`lehr.train.base.Trainer.publish`."""

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lehr.core.batch import Batch, Manifest, StepResult
+import numpy as np
+from numpy.typing import NDArray
+
+from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.config import Config
 from lehr.core.trace import Version
-from lehr.train.base import TrainConfig
+from lehr.train.base import ScoredBy, TrainConfig
 
 T = TypeVar("T")
 
@@ -48,6 +51,14 @@ class Share:
 
     threads: int
     cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToScore:
+    """Samples, and which model is to say how likely their own tokens are."""
+
+    samples: tuple[Sample, ...]
+    by: ScoredBy = "policy"
 
 
 class TrainerService:
@@ -87,6 +98,14 @@ class TrainerService:
     async def step(self, batch: Batch) -> StepResult:
         """Take one optimiser step."""
         return await self._call(self._trainer.step, batch)
+
+    async def score(self, asked: ToScore) -> list[NDArray[np.float32]]:
+        """Return log-probabilities under the weights of now or the reference model."""
+        return await self._call(self._trainer.score, asked.samples, asked.by)
+
+    async def keep_reference(self, location: Location | None) -> int:
+        """Load the reference model, or let it go."""
+        return await self._call(self._trainer.keep_reference, Path(location.path) if location else None)
 
     async def publish(self, version: Version) -> Manifest:
         """Write the current weights for engines."""

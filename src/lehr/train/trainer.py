@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,11 @@ from lehr.core.trace import Version
 from lehr.model.checkpoint import Savable, load_config, load_decoder, load_tensors, read_tensors, save_model
 from lehr.model.decoder import Decoder
 from lehr.model.dtype import compute_dtype
-from lehr.train.base import TrainConfig
+from lehr.train.base import ScoredBy, TrainConfig
 from lehr.train.gradient import accumulate, score
-from lehr.train.head import TokenLoss
+from lehr.train.head import HeadResult, TokenLoss
 from lehr.train.health import policy_health
-from lehr.train.losses import PolicyTerms, PolicyTokens, cross_entropy, policy_loss
+from lehr.train.losses import PolicyObjective, PolicyTerms, PolicyTokens, cross_entropy, policy_loss
 from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
 from lehr.train.publish import Publisher, write_safetensors
@@ -54,6 +54,7 @@ class LocalTrainer:
         self.tokenizer = tokenizer
         self.recorder = recorder or NullRecorder()
         self._publisher = Publisher(publish_to) if publish_to else None
+        self._reference: Decoder | None = None
         self._renew()
 
     @classmethod
@@ -96,15 +97,15 @@ class LocalTrainer:
         if count == 0:
             return StepResult(batch.step, metrics | {"loss": 0.0, "grad_norm": 0.0, "seconds": 0.0})
         self.optimizer.clear()
-        loss, logprobs = 0.0, []
+        loss = 0.0
+        results: list[HeadResult] = []
         for part in micro:
             token_loss, coupled = self._loss(batch, part, token_weights(part, count, len(samples), self.config))
-            part_loss, part_logprobs = accumulate(
-                self.decoder, part, token_loss, self._grad_embed, self._grad_head, coupled=coupled
+            results.append(
+                accumulate(self.decoder, part, token_loss, self._grad_embed, self._grad_head, coupled=coupled)
             )
             self.optimizer.collect()
-            loss += part_loss
-            logprobs.append(part_logprobs)
+            loss += results[-1].loss
         norm = self.optimizer.norm()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
@@ -114,7 +115,9 @@ class LocalTrainer:
             )
         metrics["learning_rate"] = self.optimizer.learning_rate
         self.optimizer.step(norm)
-        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, logprobs)
+        metrics |= {"loss": loss, "grad_norm": norm}
+        if batch.loss == "policy_gradient":
+            metrics |= self._health(samples, micro, results)
         metrics["seconds"] = time.perf_counter() - begun
         self.recorder.record("train.step", step=batch.step, **metrics)
         return StepResult(batch.step, metrics)
@@ -123,36 +126,46 @@ class LocalTrainer:
         """Return the loss of a micro-batch's tokens, and whether it couples them."""
         if batch.loss == "sft":
             return lambda logprobs, cut: cross_entropy(logprobs) * weights_N[cut], False
-        chosen, terms, tokens = policy_loss(self.config.policy_loss), self._terms(), policy_tokens(part)
-        return (
-            lambda logprobs, cut: chosen.function(logprobs, tokens[cut], terms) * weights_N[cut],
-            chosen.coupled,
-        )
+        objective, tokens = self._objective(), policy_tokens([part])
+        return lambda logprobs, cut: objective(logprobs, tokens[cut]) * weights_N[cut], objective.coupled
 
-    def _terms(self) -> PolicyTerms:
-        return PolicyTerms(**{f.name: getattr(self.config, f.name) for f in dataclasses.fields(PolicyTerms)})
+    def _objective(self) -> PolicyObjective:
+        config = self.config
+        terms = PolicyTerms(**{f.name: getattr(config, f.name) for f in fields(PolicyTerms)})
+        chosen = policy_loss(config.policy_loss)
+        return PolicyObjective(chosen, terms, config.geometric_mask, config.off_policy_delta, config.loss_kl)
 
     def _health(
-        self, batch: Batch, micro: Sequence[Microbatch], logprobs: Sequence[torch.Tensor]
+        self, samples: Sequence[Sample], micro: Sequence[Microbatch], results: Sequence[HeadResult]
     ) -> dict[str, float]:
-        if batch.loss == "sft":
-            return {}
         return policy_health(
-            torch.cat(list(logprobs)),
-            torch.from_numpy(np.concatenate([m.sampled for m in micro])),
-            torch.from_numpy(np.concatenate([m.advantages for m in micro])),
-            torch.from_numpy(np.concatenate([m.samples for m in micro])),
-            mask_delta=self.config.mask_delta if self.config.policy_loss == "dppo_tv" else None,
+            torch.cat([r.logprobs_N for r in results]),
+            torch.cat([r.entropy_N for r in results]),
+            policy_tokens(micro),
+            self._objective(),
+            [sample.domain for sample in samples],
         )
 
-    async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Return per sample the log-probability of each own token at its temperature, in order."""
-        found = [np.zeros(int(s.own.sum()), np.float32) for s in samples]
-        for part in pack(samples, self.config.tokens_per_microbatch):
-            values = score(self.decoder, part).numpy()
+    async def score(self, samples: Sequence[Sample], by: ScoredBy = "policy") -> list[NDArray[np.float32]]:
+        """See :meth:`lehr.train.base.Trainer.score`."""
+        decoder = self.decoder if by == "policy" else self._reference
+        if decoder is None:
+            raise ConfigError("there is no reference model to score with", hint="Call keep_reference first.")
+        bare = [replace(s, reference=None, proximal=None, values=None, returns=None) for s in samples]
+        found = [np.zeros(len(s.tokens), np.float32) for s in samples]
+        for part in pack(bare, self.config.tokens_per_microbatch):
+            values = score(decoder, part).numpy()
             for index in np.unique(part.samples):
-                found[index][:] = values[part.samples == index]
+                found[index][samples[index].own] = values[part.samples == index]
         return found
+
+    async def keep_reference(self, path: Path | None) -> int:
+        """See :meth:`lehr.train.base.Trainer.keep_reference`."""
+        self._reference = None
+        if path is None:
+            return 0
+        self._reference = load_decoder(path).to(compute_dtype(self.config.dtype)).requires_grad_(False)
+        return sum(p.numel() * p.element_size() for p in self._reference.parameters())
 
     async def publish(self, version: Version) -> Manifest:
         """See :meth:`lehr.train.base.Trainer.publish`. Weights are in the compute dtype."""
@@ -190,9 +203,20 @@ class LocalTrainer:
             self._publisher.clear()
 
 
-def policy_tokens(part: Microbatch) -> PolicyTokens:
-    """Return what policy losses are told of a micro-batch's loss tokens."""
-    return PolicyTokens(*map(torch.from_numpy, (part.sampled, part.advantages, part.samples)))
+def policy_tokens(micro: Sequence[Microbatch]) -> PolicyTokens:
+    """Return what policy losses are told of the loss tokens of some micro-batches, one after the other."""
+
+    def join(arrays: Sequence[NDArray[np.generic] | None]) -> torch.Tensor | None:
+        there = [array for array in arrays if array is not None]
+        return torch.from_numpy(np.concatenate(there)) if there else None
+
+    return PolicyTokens(
+        torch.from_numpy(np.concatenate([m.sampled for m in micro])),
+        torch.from_numpy(np.concatenate([m.advantages for m in micro])),
+        torch.from_numpy(np.concatenate([m.samples for m in micro])),
+        join([m.reference for m in micro]),
+        join([m.proximal for m in micro]),
+    )
 
 
 def token_weights(part: Microbatch, tokens: int, samples: int, config: TrainConfig) -> torch.Tensor:
