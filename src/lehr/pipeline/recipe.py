@@ -14,7 +14,7 @@ from lehr.core.config import Config, Count, load, resolve
 from lehr.core.errors import ConfigError
 from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
-from lehr.train.base import TrainConfig
+from lehr.train.base import AdvantageConfig, AlarmConfig, TrainConfig
 
 
 class EvaluationConfig(Config):
@@ -93,6 +93,16 @@ class RlStage(Config):
     """What advantages below zero are multiplied by. At 0 a step learns from what did better than its group and
     from nothing else: it cannot tear down what it never rebuilds, bears a higher learning rate, and costs
     half; but nothing keeps entropy up, so that it suits short runs."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """How rewards become advantages."""
+    reference: bool = False
+    """Keep the weights that the stage starts from as a reference model and measure the divergence from it: one
+    more copy of the weights in memory and one more forward pass over each batch. ``reward_kl`` and
+    ``train.loss_kl`` need it and switch it on."""
+    reward_kl: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the reference (k1, summed over an attempt) that is taken off its reward."""
+    alarms: AlarmConfig = AlarmConfig()
+    """When the numbers of a step are alarming, and whether a run that has diverged is stopped."""
     passes: Count = 1
     """Optimiser steps on each batch. More of them get more out of what was sampled; the correction for
     samples that are off the policy bounds what the later ones can do."""
@@ -110,6 +120,11 @@ class RlStage(Config):
     time_limit_s: float | None = Field(default=None, gt=0)
     """Start no further step after this many seconds of the stage."""
     train: TrainConfig = TrainConfig(learning_rate=1e-5, warmup_steps=2)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model is kept."""
+        return self.reference or self.reward_kl > 0 or self.train.loss_kl > 0
 
 
 class ControlStage(Config):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lehr.core.reward import Credit, Valid
@@ -27,6 +27,8 @@ class Starved:
 
     groups: tuple[Group, ...]
     refused: int
+    domains: Mapping[str, int]
+    """How many of those refused came from each domain."""
 
 
 def teaches(group: Group, credit: Credit = "value") -> DropReason | None:
@@ -46,19 +48,24 @@ def teaches(group: Group, credit: Credit = "value") -> DropReason | None:
 class Buffer:
     """Takes finished groups, refuses those that teach nothing, hands the rest over in batches.
 
-    credit: what the groups will be trained on.
+    judge: returns why a group teaches nothing, or None; by default :func:`teaches`.
     on_drop: called once for each refused group, with the reason.
     refuse_limit: refused groups in a row, without one accepted, after which :meth:`take` returns.
     """
 
     def __init__(
-        self, on_drop: Callable[[Group, DropReason], None], *, refuse_limit: int, credit: Credit = "value"
+        self,
+        on_drop: Callable[[Group, DropReason], None],
+        *,
+        refuse_limit: int,
+        judge: Callable[[Group], DropReason | None] = teaches,
     ) -> None:
-        self._credit: Credit = credit
+        self._judge = judge
         self._on_drop = on_drop
         self._refuse_limit = refuse_limit
         self._ready: deque[Group] = deque()
-        self._refused_in_row = 0
+        self._refused: Counter[str] = Counter()
+        self._dropped: Counter[tuple[DropReason, str]] = Counter()
         self._changed = asyncio.Event()
         self._failed: BaseException | None = None
 
@@ -67,14 +74,21 @@ class Buffer:
 
     def put(self, group: Group) -> None:
         """Add a finished group, or drop it if it teaches nothing."""
-        reason = teaches(group, self._credit)
+        reason = self._judge(group)
         if reason is not None:
-            self._refused_in_row += 1
+            self._refused[group.domain] += 1
+            self._dropped[reason, group.domain] += 1
             self._on_drop(group, reason)
         else:
-            self._refused_in_row = 0
+            self._refused.clear()
             self._ready.append(group)
         self._changed.set()
+
+    def take_dropped(self) -> dict[tuple[DropReason, str], int]:
+        """Return how many groups were refused since the last call, by reason and domain."""
+        dropped = dict(self._dropped)
+        self._dropped.clear()
+        return dropped
 
     def fail(self, error: BaseException) -> None:
         """End every present and later :meth:`take` with ``error``."""
@@ -88,11 +102,12 @@ class Buffer:
                 raise self._failed
             if len(self._ready) >= count:
                 return Filled(tuple(self._ready.popleft() for _ in range(count)))
-            if self._refused_in_row >= self._refuse_limit:
-                refused, self._refused_in_row = self._refused_in_row, 0
+            if (refused := self._refused.total()) >= self._refuse_limit:
+                domains = dict(self._refused)
+                self._refused.clear()
                 groups = tuple(self._ready)
                 self._ready.clear()
-                return Starved(groups, refused)
+                return Starved(groups, refused, domains)
             self._changed.clear()
             await self._changed.wait()
 

@@ -3,7 +3,7 @@ import pytest
 
 from lehr.core.reward import Valid
 from lehr.core.trace import Segment, Trace
-from lehr.pipeline.samples import DomainScales, to_samples
+from lehr.pipeline.samples import Crediting, DomainScales, to_samples
 from lehr.rollout.base import Group, Judged
 
 
@@ -25,7 +25,7 @@ def group(*rewards: float) -> Group:
 
 
 def advantages(weight: float, *rewards: float) -> dict[str, float]:
-    samples = to_samples([group(*rewards)], DomainScales({}), "value", weight)
+    samples = to_samples([group(*rewards)], DomainScales({}), Crediting("value", weight))
     return {s.trace_id: float(s.advantages[1]) for s in samples}
 
 
