@@ -67,7 +67,7 @@ def test_weights_of_a_beginning_collapse_are_no_place_to_go_back_to():
 )
 def test_other_alarms_ring_and_stop_nothing(metric: str, value: float, name: str):
     assert watched({}, {}, {}, {metric: value})[-1] == [(name, False)]
-    assert watched({}, {}, {}, {metric: value * (0.9 if name != "effective_samples" else 1.3)})[-1] == []
+    assert watched({}, {}, {}, {metric: value * (0.8 if name != "effective_samples" else 1.3)})[-1] == []
 
 
 def test_the_reference_rings_only_where_a_threshold_is_given():

@@ -57,7 +57,8 @@ def test_a_token_is_told_to_be_bounded_where_its_gradient_is_gone():
         loss = policy_loss(name)
         leaf = torch.from_numpy(new).requires_grad_()
         proximal = torch.from_numpy(old + 0.05)
-        tokens = PolicyTokens(*(torch.from_numpy(x) for x in (old, gains, samples)), None, proximal)
+        signs = gains[samples] if loss.coupled else gains  # a sequence has one advantage
+        tokens = PolicyTokens(*(torch.from_numpy(x) for x in (old, signs, samples)), None, proximal)
         terms = PolicyTerms(gspo_low=0.1, gspo_high=0.1, behaviour_cap=10.0)
         (slope,) = torch.autograd.grad(loss.function(leaf, tokens, terms).sum(), leaf)
         assert loss.bounded(leaf.detach(), tokens, terms).tolist() == (slope == 0).tolist()

@@ -21,7 +21,7 @@ from lehr.train.base import ScoredBy, Trainer
 class Events(Protocol):
     """Where alarms are recorded; ``ledger.store.Ledger`` is one."""
 
-    def event(self, kind: str, **fields: Any) -> object:
+    def event(self, kind: str, /, **fields: Any) -> object:
         """Record an event."""
         ...
 
