@@ -92,8 +92,8 @@ def test_r11_an_attempt_in_several_samples_counts_once_in_the_baseline():
 
 
 def test_r17_invalid_attempts_are_in_no_baseline_and_no_batch():
-    found = credited(group(1.0, Invalid("sandbox"), 0.0, Invalid("engine")), by=rule())
-    assert found == {"g0": [0.5, 0.5], "g2": [-0.5, -0.5]}
+    found = credited(group(1.0, Invalid("sandbox"), 0.5, Invalid("engine")), by=rule())
+    assert found == {"g0": [0.25, 0.25], "g2": [-0.25, -0.25]}
 
 
 def test_leave_one_out_compares_with_the_others():
