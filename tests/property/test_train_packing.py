@@ -54,7 +54,7 @@ def compute(samples, budget, share, loss):
     count = sum(len(m.rows) for m in micro)
     logprobs = [None] * len(samples)
     for part in micro:
-        known = policy_tokens(part)
+        known = policy_tokens([part])
         accumulate(
             DECODER,
             part,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from lehr.cluster.base import Role
 from lehr.cluster.local import LocalCluster
 from lehr.core.batch import Sample
+from lehr.core.config import Dtype
 from lehr.pipeline.context import Context
 from lehr.train.base import TrainConfig
 from lehr.train.remote import RemoteTrainer
@@ -24,18 +25,24 @@ MESSAGE = 256
 
 @asynccontextmanager
 async def open_beside(
-    ctx: Context, name: str, folder: Path, train: TrainConfig | None = None, *, scalar: bool = True
+    ctx: Context,
+    name: str,
+    folder: Path,
+    train: TrainConfig | None = None,
+    *,
+    scalar: bool = True,
+    dtype: Dtype = "auto",
 ) -> AsyncGenerator[RemoteTrainer]:
     """Start a trainer ``name`` on the model in ``folder``, under a scalar head or its own; end it whatever
-    happens. Without ``train`` it can only be asked. Its threads stay the same over a run and its resumption,
-    and so does what it computes.
+    happens. Without ``train`` it can only be asked, and computes in ``dtype``. Its threads stay the same over a
+    run and its resumption, and so does what it computes.
     """
     cluster = LocalCluster(ctx.folder.path)
     body = {
         "model": str(folder),
         "scalar": scalar,
         "frozen": train is None,
-        "train": (train or TrainConfig()).model_dump(),
+        "train": (train or TrainConfig(dtype=dtype)).model_dump(),
         "seed": ctx.recipe.seed,
     }
     try:

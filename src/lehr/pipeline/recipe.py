@@ -18,7 +18,7 @@ from lehr.pipeline.choosing import Keep
 from lehr.pipeline.conversations import TooLong
 from lehr.pipeline.stages.preferences import CriticConfig, PreferStage, RewardFrom, RewardModelStage
 from lehr.pipeline.stages.settings import DistillStage
-from lehr.train.base import TrainConfig
+from lehr.train.base import AdvantageConfig, AlarmConfig, TrainConfig
 
 
 class EvaluationConfig(Config):
@@ -137,6 +137,16 @@ class RlStage(Config):
     """What advantages below zero are multiplied by. At 0 a step learns from what did better than its group and
     from nothing else: it cannot tear down what it never rebuilds, bears a higher learning rate, and costs
     half; but nothing keeps entropy up, so that it suits short runs."""
+    group: AdvantageConfig = AdvantageConfig()
+    """How rewards become advantages, with ``advantage = "group"``."""
+    reference: bool = False
+    """Keep the weights that the stage starts from as a reference model and measure the divergence from it: one
+    more copy of the weights in memory and one more forward pass over each batch. ``reward_kl`` and
+    ``train.loss_kl`` need it and switch it on."""
+    reward_kl: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the reference (k1, summed over an attempt) that is taken off its reward."""
+    alarms: AlarmConfig = AlarmConfig()
+    """When the numbers of a step are alarming, and whether a run that has diverged is stopped."""
     passes: Count = 1
     """Optimiser steps on each batch. More of them get more out of what was sampled; the correction for
     samples that are off the policy bounds what the later ones can do."""
@@ -170,7 +180,18 @@ class RlStage(Config):
             raise ValueError("negative_weight is for advantage='group'; leave it out with 'gae'")
         if self.critic.start == "reward_model" and self.reward_model is None:
             raise ValueError("critic.start='reward_model' needs a reward_model")
+        if self.advantage == "gae" and self.needs_reference:
+            raise ValueError(
+                "reference, reward_kl and train.loss_kl are for advantage='group'; with 'gae' set critic.kl"
+            )
+        if self.advantage == "gae" and self.group != AdvantageConfig():
+            raise ValueError("the table group is for advantage='group'; leave it out with 'gae'")
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model is kept."""
+        return self.reference or self.reward_kl > 0 or self.train.loss_kl > 0
 
 
 class ControlStage(Config):

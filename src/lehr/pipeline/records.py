@@ -11,6 +11,9 @@ from lehr.wire.codec import decode
 ENDED_EARLY = "rl.ended_early"
 """The event of a stage that ended before its last step; ``text`` says after how many, and why."""
 
+ALARM = "rl.alarm"
+"""The event of an alarming number; see :class:`lehr.train.alarms.Alarm` for its fields."""
+
 
 def keep_trace(ctx: Context, judged: Judged, *, stage: str, domain: str) -> str:
     """Store a judged trace as a blob, then the row that names it. Returns the blob's digest."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lehr.core.reward import Credit, Valid
@@ -27,6 +27,8 @@ class Starved:
 
     groups: tuple[Group, ...]
     refused: int
+    domains: Mapping[str, int]
+    """How many of those refused came from each domain."""
 
 
 def teaches(group: Group, credit: Credit = "value") -> DropReason | None:
@@ -62,7 +64,8 @@ class Buffer:
         self._on_drop = on_drop
         self._refuse_limit = refuse_limit
         self._ready: deque[Group] = deque()
-        self._refused_in_row = 0
+        self._refused: Counter[str] = Counter()
+        self._dropped: Counter[tuple[DropReason, str]] = Counter()
         self._changed = asyncio.Event()
         self._failed: BaseException | None = None
 
@@ -73,12 +76,19 @@ class Buffer:
         """Add a finished group, or drop it if it teaches nothing."""
         reason = self._teaches(group)
         if reason is not None:
-            self._refused_in_row += 1
+            self._refused[group.domain] += 1
+            self._dropped[reason, group.domain] += 1
             self._on_drop(group, reason)
         else:
-            self._refused_in_row = 0
+            self._refused.clear()
             self._ready.append(group)
         self._changed.set()
+
+    def take_dropped(self) -> dict[tuple[DropReason, str], int]:
+        """Return how many groups were refused since the last call, by reason and domain."""
+        dropped = dict(self._dropped)
+        self._dropped.clear()
+        return dropped
 
     def fail(self, error: BaseException) -> None:
         """End every present and later :meth:`take` with ``error``."""
@@ -92,11 +102,12 @@ class Buffer:
                 raise self._failed
             if len(self._ready) >= count:
                 return Filled(tuple(self._ready.popleft() for _ in range(count)))
-            if self._refused_in_row >= self._refuse_limit:
-                refused, self._refused_in_row = self._refused_in_row, 0
+            if (refused := self._refused.total()) >= self._refuse_limit:
+                domains = dict(self._refused)
+                self._refused.clear()
                 groups = tuple(self._ready)
                 self._ready.clear()
-                return Starved(groups, refused)
+                return Starved(groups, refused, domains)
             self._changed.clear()
             await self._changed.wait()
 

@@ -1,4 +1,4 @@
-"""Rewards to advantages: relative to the group, never divided by the group's own spread.
+"""Rewards to advantages: relative to the group, and by default not divided by the group's own spread.
 
 Plain numbers in and out; no tensor library is loaded. Dividing by the spread of a group weights easy and
 hard tasks up (Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783); a scale that moves
@@ -14,18 +14,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lehr.core.reward import Reward, Valid
+from lehr.train.base import Baseline
 
 
-def group_advantages(rewards: Sequence[float]) -> NDArray[np.float64]:
-    """Return ``r_i - mean(r)`` for the valid rewards of one group.
+def group_advantages(rewards: Sequence[float], baseline: Baseline = "mean") -> NDArray[np.float64]:
+    """Return ``r_i - mean(r)`` for the valid rewards of one group; with ``leave_one_out``, ``r_i`` minus the
+    mean of the others, which is that times ``n / (n - 1)`` and without bias (Kool et al. 2019, "Buy 4 REINFORCE
+    samples, get a baseline for free"; RLOO, Ahmadian et al. 2024, arXiv 2402.14740).
 
     Exactly 0 everywhere for a single member and where all rewards are equal (rounding of the mean
     must not look like a signal).
     """
     values = np.asarray(rewards, np.float64)
-    if len(values) < 2 or values.min() == values.max():
-        return np.zeros(len(values))
-    return values - values.mean()
+    count = len(values)
+    if count < 2 or values.min() == values.max():
+        return np.zeros(count)
+    centred = values - values.mean()
+    return centred * count / (count - 1) if baseline == "leave_one_out" else centred
+
+
+def turn_returns(turns: Sequence[float], outcome: float, discount: float) -> NDArray[np.float64]:
+    """Return for each turn the discounted sum of what it and later turns earned, ``outcome`` with the last
+    (Sutton & Barto 2018, eq. 3.8).
+    """
+    found = np.asarray(turns, np.float64).copy()
+    found[-1] += outcome
+    for turn in range(len(found) - 2, -1, -1):
+        found[turn] += discount * found[turn + 1]
+    return found
+
+
+def turn_advantages(
+    returns: Sequence[NDArray[np.float64]], baseline: Baseline = "mean"
+) -> list[NDArray[np.float64]]:
+    """Return per member an advantage for each of its turns: its return relative to those of the members that
+    got as far. A turn that one member alone reached has advantage 0. (In the manner of MT-GRPO, Zeng et al.
+    2025, arXiv 2505.11821, which compares turns of equal index.)
+    """
+    found = [np.zeros(len(member)) for member in returns]
+    for turn in range(max((len(member) for member in returns), default=0)):
+        there = [number for number, member in enumerate(returns) if len(member) > turn]
+        relative = group_advantages([float(returns[number][turn]) for number in there], baseline)
+        for number, value in zip(there, relative, strict=True):
+            found[number][turn] = value
+    return found
+
+
+def overlong_penalty(tokens: int, limit: int, margin: int) -> float:
+    """Return what an attempt of ``tokens`` own tokens loses: 0 up to ``limit - margin``, then linearly more, 1
+    from ``limit`` on (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
+    """
+    return float(np.clip((tokens - (limit - margin)) / margin, 0.0, 1.0))
+
+
+def spread(advantages: Sequence[float], ddof: int = 0) -> float:
+    """Return the standard deviation about 0 of advantages that are centred, and 1.0 where they are all 0."""
+    square = float(np.sum(np.square(np.asarray(advantages, np.float64))))
+    return float(np.sqrt(square / max(1, len(advantages) - ddof))) if square > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from lehr.core.errors import ConfigError
 from lehr.model.decoder import Decoder
 from lehr.train.attention import SpanAttention
-from lehr.train.head import TokenLoss, head_loss, scalar_loss, scores, target_logprobs
+from lehr.train.head import HeadResult, TokenLoss, head_loss, scalar_loss, scores, target_logprobs
 from lehr.train.packing import Microbatch
 
 
@@ -45,13 +45,13 @@ def accumulate(
     grad_head_VD: Tensor,
     *,
     coupled: bool = False,
-) -> tuple[float, Tensor]:
+) -> HeadResult:
     """Add the gradient of the summed token losses to the parameters' ``grad``; that of the embedding and
     of the head goes into the float32 accumulators given (one and the same when they are tied). ``coupled``: the
     loss of a token depends on others, see :mod:`lehr.train.head`. Under a scalar head the loss is
     one of scores.
 
-    Returns the loss and float32 log-probabilities (or scores) ``[N]``.
+    Returns the loss, and of each loss token its log-probability and entropy (or its score).
     """
     rows, targets, temperatures = map(torch.from_numpy, (batch.rows, batch.targets, batch.temperatures))
     ids = torch.from_numpy(batch.tokens)
@@ -69,4 +69,4 @@ def accumulate(
     hidden_TD.backward(flow)
     if x_TD.grad is not None:
         grad_embed_VD.index_add_(0, ids, x_TD.grad.to(grad_embed_VD.dtype))
-    return result.loss, result.logprobs_N
+    return result

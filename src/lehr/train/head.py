@@ -25,11 +25,13 @@ it couples tokens it is called once, with all of them, and may return any shape.
 
 @dataclass(frozen=True, slots=True)
 class HeadResult:
-    """logprobs_N: float32, of the targets (scores under a scalar head). loss: the sum over tokens.
+    """logprobs_N: float32, of the targets (scores under a scalar head). entropy_N: float32, in nats, of the
+    distribution at each, at its temperature; None under a scalar head. loss: the sum over tokens.
     grad_hidden_ND: of that sum.
     """
 
     logprobs_N: Tensor
+    entropy_N: Tensor | None
     loss: float
     grad_hidden_ND: Tensor
 
@@ -66,6 +68,7 @@ def head_loss(
     """
     count = len(targets_N)
     logprobs = torch.empty(count, dtype=torch.float32)
+    entropy = torch.empty(count, dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden_ND)
     total = 0.0
     slopes: Tensor | None = None
@@ -84,7 +87,9 @@ def head_loss(
         else:
             slope = slopes[part]
         slope = slope.div_(temperatures_N[part])
-        flow = log_softmax.exp_().mul_(-slope[:, None])
+        flow = log_softmax.exp()
+        entropy[part] = torch.linalg.vecdot(flow, log_softmax).neg_()
+        flow.mul_(-slope[:, None])
         flow.scatter_add_(1, targets[:, None], slope[:, None])
         narrow = flow.to(weight_VD.dtype)
         torch.mm(narrow, weight_VD, out=grad_hidden[part])
@@ -92,7 +97,7 @@ def head_loss(
             grad_weight_VD.addmm_(narrow.t(), hidden)
         else:
             grad_weight_VD.add_(torch.mm(narrow.t(), hidden))
-    return HeadResult(logprobs, total, grad_hidden)
+    return HeadResult(logprobs, entropy, total, grad_hidden)
 
 
 @torch.no_grad()
@@ -109,7 +114,7 @@ def scalar_loss(
     found = scores(hidden_ND, weight_1D)
     total, slope = _slope(score_loss, found, slice(0, len(found)))
     grad_weight_1D.add_((slope @ hidden_ND.float())[None])
-    return HeadResult(found, total, (slope[:, None] * weight_1D.float()).to(hidden_ND.dtype))
+    return HeadResult(found, None, total, (slope[:, None] * weight_1D.float()).to(hidden_ND.dtype))
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:

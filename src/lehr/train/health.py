@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from lehr.train.losses import dppo_keep, log_ratio, sequence_ratios
+from lehr.train.losses import PolicyObjective, PolicyTokens, k3, log_ratio, sequence_ratios
 
 
 def policy_health(
-    logprobs_N: Tensor, sampled_N: Tensor, advantages_N: Tensor, samples_N: Tensor, *, mask_delta: float | None
+    logprobs_N: Tensor,
+    entropy_N: Tensor,
+    tokens: PolicyTokens,
+    objective: PolicyObjective,
+    domains: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Return metrics over the loss tokens of one batch; all arguments float32 except ``samples_N``.
+    """Return metrics over the loss tokens of one batch; ``domains`` has that of each sample.
 
-    entropy: mean of ``-log p`` of sampled tokens, an estimate. ratio, ratio_max, ratio_sequence: trainer over
-    sampler, per token and as the geometric mean per sample. mismatch_kl: mean of ``r - log r - 1`` (k3;
-    Schulman 2020, "Approximating KL divergence"). ess: effective sample size as a fraction. masked_up,
-    masked_down: fraction of tokens with positive or negative advantage that the trust region dropped.
+    entropy: mean over tokens, nats. ratio, ratio_max, ratio_sequence: trainer over sampler, per token and as
+    the geometric mean per sample. mismatch_kl: mean k3 of trainer and sampler; mismatch_abs and
+    mismatch_abs_p99: mean and 99th percentile of ``|log pi - log mu|``, in all and as ``NAME/DOMAIN``. ess:
+    effective sample size as a fraction of the tokens (Kong 1992). clipped_up, clipped_down: fraction of tokens
+    with positive or negative advantage on which the bound of the loss acts; masked_up, masked_down: of which a
+    sequence mask takes the gradient. reference_kl: mean k3 to the reference, where there is one.
     """
-    change = log_ratio(logprobs_N, sampled_N).double()
+    change = log_ratio(logprobs_N, tokens.sampled_T).double()
     ratio = change.exp()
     found = {
-        "entropy": float(-logprobs_N.double().mean()),
+        "entropy": float(entropy_N.double().mean()),
         "ratio": float(ratio.mean()),
         "ratio_max": float(ratio.max()),
-        "ratio_sequence": float(sequence_ratios(change, samples_N).mean()),
-        "mismatch_kl": float((ratio - change - 1).mean()),
+        "ratio_sequence": float(sequence_ratios(change, tokens.samples_T).mean()),
+        "mismatch_kl": float(k3(tokens.sampled_T.double(), logprobs_N.double()).mean()),
         "ess": float(ratio.sum().square() / ratio.square().sum() / len(ratio)),
-        "masked_up": 0.0,
-        "masked_down": 0.0,
     }
-    if mask_delta is not None:
-        dropped = ~dppo_keep(logprobs_N, sampled_N, advantages_N, mask_delta)
-        for name, signed in (("masked_up", advantages_N > 0), ("masked_down", advantages_N < 0)):
-            if bool(signed.any()):
-                found[name] = float(dropped[signed].double().mean())
+    distance = change.abs()
+    found |= _mismatch(distance, "")
+    names = sorted(set(domains))
+    if names:
+        which_N = torch.tensor([names.index(d) for d in domains])[tokens.samples_T]
+        for number, name in enumerate(names):
+            there = distance[which_N == number]
+            if name and len(there):
+                found |= _mismatch(there, f"/{name}")
+    if tokens.reference_T is not None:
+        found["reference_kl"] = float(k3(logprobs_N.double(), tokens.reference_T.double()).mean())
+    bounded = objective.loss.bounded
+    clipped = None if bounded is None else bounded(logprobs_N, tokens, objective.terms)
+    keep = objective.keep(logprobs_N, tokens)
+    masked = None if keep is None else ~keep
+    for sign, signed in (("up", tokens.advantages_T > 0), ("down", tokens.advantages_T < 0)):
+        for name, hit in (("clipped", clipped), ("masked", masked)):
+            there = hit is not None and bool(signed.any())
+            found[f"{name}_{sign}"] = float(hit[signed].double().mean()) if hit is not None and there else 0.0
     return found
+
+
+def _mismatch(distance: Tensor, suffix: str) -> dict[str, float]:
+    ordered = distance.sort().values
+    high = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {f"mismatch_abs{suffix}": float(distance.mean()), f"mismatch_abs_p99{suffix}": float(high)}

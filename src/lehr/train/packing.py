@@ -81,6 +81,13 @@ def pack(samples: Sequence[Sample], tokens_per_microbatch: int, *, share: bool =
     ``share`` off nothing is laid out as a tree. Raises :class:`ConfigError` for a sample that does not fit its
     own description.
     """
+    for name in OPTIONAL:
+        lacking = sum(getattr(sample, name) is None for sample in samples)
+        if 0 < lacking < len(samples):
+            raise ConfigError(
+                f"{lacking} of {len(samples)} samples lack {name}",
+                expected="that all samples of a batch carry it, or none",
+            )
     families = _families(samples, share)
     total = sum(f.shared + sum(m.length - f.shared for m in f.members) for f in families)
     if total == 0:
@@ -214,9 +221,4 @@ class _Builder:
     def _gather(self, name: str) -> NDArray[np.float32] | None:
         found = [(getattr(member.sample, name), own) for member, own in self.losses]
         there = [array[own] for array, own in found if array is not None]
-        if there and len(there) < len(found):
-            raise ConfigError(
-                f"{len(found) - len(there)} of {len(found)} samples lack {name}",
-                expected="that all samples of a batch carry it, or none",
-            )
         return np.concatenate(there).astype(np.float32) if there else None

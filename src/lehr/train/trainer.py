@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +30,9 @@ from lehr.model.decoder import Decoder
 from lehr.model.dtype import compute_dtype
 from lehr.train.base import TrainConfig
 from lehr.train.gradient import accumulate
-from lehr.train.head import TokenLoss
+from lehr.train.head import HeadResult, TokenLoss
 from lehr.train.health import policy_health
-from lehr.train.losses import PolicyTerms, PolicyTokens, cross_entropy, policy_loss
+from lehr.train.losses import PolicyObjective, PolicyTerms, PolicyTokens, cross_entropy, policy_loss
 from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
 from lehr.train.pairs import SCALAR, critic_health, critic_loss, pair_health, pair_loss, require_pairs
@@ -109,16 +109,16 @@ class LocalTrainer:
         if count == 0:
             return StepResult(batch.step, metrics | {"loss": 0.0, "grad_norm": 0.0, "seconds": 0.0})
         self.optimizer.clear()
-        loss, logprobs = 0.0, []
+        loss = 0.0
+        results: list[HeadResult] = []
         for part in micro:
             weights = token_weights(part, count, len(samples), self.config)
             token_loss, coupled = self._loss(batch, part, weights, samples)
-            part_loss, part_logprobs = accumulate(
-                self.decoder, part, token_loss, self._grad_embed, self._grad_head, coupled=coupled
+            results.append(
+                accumulate(self.decoder, part, token_loss, self._grad_embed, self._grad_head, coupled=coupled)
             )
             self.optimizer.collect()
-            loss += part_loss
-            logprobs.append(part_logprobs)
+            loss += results[-1].loss
         norm = self.optimizer.norm()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
@@ -128,7 +128,7 @@ class LocalTrainer:
             )
         metrics["learning_rate"] = self.optimizer.learning_rate
         self.optimizer.step(norm)
-        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, logprobs, samples)
+        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, results, samples)
         metrics["seconds"] = time.perf_counter() - begun
         self.recorder.record("train.step", step=batch.step, **metrics)
         return StepResult(batch.step, metrics)
@@ -153,22 +153,23 @@ class LocalTrainer:
             return critic_loss(part, weights_N, self.config.value_clip), False
         if batch.loss in ("preference", "reward"):
             return pair_loss(part, samples, batch.loss, self.config), True
-        chosen, terms, tokens = policy_loss(self.config.policy_loss), self._terms(), policy_tokens(part)
-        return (
-            lambda logprobs, cut: chosen.function(logprobs, tokens[cut], terms) * weights_N[cut],
-            chosen.coupled,
-        )
+        objective, tokens = self._objective(), policy_tokens([part])
+        return lambda logprobs, cut: objective(logprobs, tokens[cut]) * weights_N[cut], objective.coupled
 
-    def _terms(self) -> PolicyTerms:
-        return PolicyTerms(**{f.name: getattr(self.config, f.name) for f in dataclasses.fields(PolicyTerms)})
+    def _objective(self) -> PolicyObjective:
+        config = self.config
+        terms = PolicyTerms(**{f.name: getattr(config, f.name) for f in fields(PolicyTerms)})
+        chosen = policy_loss(config.policy_loss)
+        return PolicyObjective(chosen, terms, config.geometric_mask, config.off_policy_delta, config.loss_kl)
 
     def _health(
         self,
         batch: Batch,
         micro: Sequence[Microbatch],
-        logprobs: Sequence[torch.Tensor],
+        results: Sequence[HeadResult],
         samples: Sequence[Sample],
     ) -> dict[str, float]:
+        logprobs = [result.logprobs_N for result in results]
         if batch.loss == "sft":
             return {}
         if batch.loss == "value":
@@ -176,11 +177,11 @@ class LocalTrainer:
         if batch.loss in ("preference", "reward"):
             return pair_health(micro, logprobs, samples, batch.loss, self.config)
         return policy_health(
-            torch.cat(list(logprobs)),
-            torch.from_numpy(np.concatenate([m.sampled for m in micro])),
-            torch.from_numpy(np.concatenate([m.advantages for m in micro])),
-            torch.from_numpy(np.concatenate([m.samples for m in micro])),
-            mask_delta=self.config.mask_delta if self.config.policy_loss == "dppo_tv" else None,
+            torch.cat(logprobs),
+            torch.cat([r.entropy_N for r in results if r.entropy_N is not None]),
+            policy_tokens(micro),
+            self._objective(),
+            [sample.domain for sample in samples],
         )
 
     async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
@@ -232,9 +233,20 @@ class LocalTrainer:
             self._publisher.clear()
 
 
-def policy_tokens(part: Microbatch) -> PolicyTokens:
-    """Return what policy losses are told of a micro-batch's loss tokens."""
-    return PolicyTokens(*map(torch.from_numpy, (part.sampled, part.advantages, part.samples)))
+def policy_tokens(micro: Sequence[Microbatch]) -> PolicyTokens:
+    """Return what policy losses are told of the loss tokens of some micro-batches, one after the other."""
+
+    def join(arrays: Sequence[NDArray[np.generic] | None]) -> torch.Tensor | None:
+        there = [array for array in arrays if array is not None]
+        return torch.from_numpy(np.concatenate(there)) if there else None
+
+    return PolicyTokens(
+        torch.from_numpy(np.concatenate([m.sampled for m in micro])),
+        torch.from_numpy(np.concatenate([m.advantages for m in micro])),
+        torch.from_numpy(np.concatenate([m.samples for m in micro])),
+        join([m.reference for m in micro]),
+        join([m.proximal for m in micro]),
+    )
 
 
 def token_weights(part: Microbatch, tokens: int, samples: int, config: TrainConfig) -> torch.Tensor:

@@ -16,7 +16,7 @@ from lehr.core.errors import ConfigError
 from lehr.evals.stats import wilson
 from lehr.ledger.store import Ledger
 from lehr.pipeline.folder import RunFolder
-from lehr.pipeline.records import ENDED_EARLY
+from lehr.pipeline.records import ALARM, ENDED_EARLY
 
 
 def test_summary_counts_only_judged_tasks_and_has_the_promised_shape(made_run) -> None:
@@ -144,3 +144,21 @@ def test_a_stage_that_ended_early_is_noted_everywhere(made_run, capsys: pytest.C
     assert json.loads((made_run.path / "summary.json").read_text())["notes"] == [text]
     print_summary(summary, Console(width=200))
     assert f"note: {text}" in capsys.readouterr().out
+
+
+def test_alarms_are_noted_once_per_kind(made_run) -> None:
+    _, recipe = RunFolder.open(made_run.path)
+    ledger = Ledger.open(made_run.path / "ledger.sqlite", digest=recipe.digest())
+    for step, name, text in (
+        (2, "clipped", "many"),
+        (3, "clipped", "more"),
+        (4, "loss_spike", "the loss rose"),
+    ):
+        ledger.event(ALARM, stage="rl", step=step, name=name, text=text, metric="m", fatal=False)
+    ledger.close()
+    summary, page = write_report(made_run.path)
+    assert summary.notes == (
+        "rl, step 2, the first of 2 such alarms: many",
+        "rl, step 4: the loss rose",
+    )
+    assert summary.notes[0] in page.read_text()

@@ -74,7 +74,8 @@ def test_r27_a_stream_that_teaches_nothing_ends_in_a_typed_outcome():
         outcome = await asyncio.wait_for(taking, 1)
         assert isinstance(outcome, Starved)
         assert [g.id for g in outcome.groups] == ["good"]
-        assert outcome.refused == 3
+        assert outcome.refused == 3 and outcome.domains == {"d": 3}
+        assert buffer.take_dropped() == {("no_variance", "d"): 3} and buffer.take_dropped() == {}
         assert dropped == ["x:no_variance", "y:no_variance", "z:no_variance"]
 
     asyncio.run(scenario())

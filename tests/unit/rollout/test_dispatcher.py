@@ -74,6 +74,28 @@ def test_r3_bound_zero_starts_one_batch_per_version():
     asyncio.run(scenario())
 
 
+def test_r6_a_group_slower_than_the_bound_is_finished_and_holds_its_place():
+    async def scenario() -> None:
+        world = World(1)
+        running = asyncio.create_task(world.dispatcher.run())
+        await settle()
+        for version in range(1, 6):  # group 1 runs on while five versions are trained of the others
+            for number in sorted(world.gates)[1 : 1 + 2 * version]:
+                world.gates[number].set()
+            await settle()
+            world.dispatcher.advance(version)
+            await settle()
+            assert world.plans == 2 * (version + 2)
+        world.gates[1].set()
+        await settle()
+        assert world.finished[-1] == "1" and world.cancelled == []
+        assert sorted(map(int, world.finished)) == list(range(1, 12)), "whatever was sampled is handed over"
+        world.dispatcher.stop()
+        await running
+
+    asyncio.run(scenario())
+
+
 def test_a_dropped_group_is_replaced_and_an_accepted_one_is_not():
     async def scenario() -> None:
         world = World(0)

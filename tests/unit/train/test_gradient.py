@@ -27,7 +27,7 @@ def gradients(decoder, samples, budget=2048, *, share=True, count=None, loss=DPP
     micro = pack(samples, budget, share=share)
     total = count or sum(len(m.rows) for m in micro)
     for part in micro:
-        known = policy_tokens(part)
+        known = policy_tokens([part])
         accumulate(
             decoder,
             part,

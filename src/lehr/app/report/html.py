@@ -61,6 +61,7 @@ def render(page: Page) -> str:
     sections = (
         _rates(page.summary),
         _curves(page),
+        _agreement(page),
         _time(page),
         _causes(page),
         _samples(page.samples),
@@ -239,6 +240,25 @@ def _time(page: Page) -> str:
         "Seconds during which each kind of work was under way. They may overlap; idle is the least that "
         "none of them can have covered.",
         _legend(WORK_COLOURS) + tag("div", tag("table", "".join(rows)), class_="scroll"),
+    )
+
+
+def _agreement(page: Page) -> str:
+    """How far the trainer's log-probabilities are from those that the sampler recorded, per domain."""
+    rows = [tag("tr", "".join(tag("th", t) for t in ("domain", "first step", "99th percentile", "all steps")))]
+    for stage in dict.fromkeys(line.stage for line in page.lines):
+        for domain in names_under(page.lines, f"{stage}/mismatch_abs/"):
+            mean = series(page.lines, f"{stage}/mismatch_abs/{domain}")
+            high = series(page.lines, f"{stage}/mismatch_abs_p99/{domain}")
+            values = (mean[0][1], high[0][1], sum(v for _, v in mean) / len(mean))
+            name = domain if stage == "rl" else f"{domain} ({stage})"
+            cells = tag("td", escaped(name)) + "".join(tag("td", f"{value:.2g}") for value in values)
+            rows.append(tag("tr", cells))
+    return _section(
+        "Trainer against sampler",
+        "Mean distance of a token's log-probability as the trainer computes it from what the sampler recorded, "
+        "in nats. At the first step both have the same weights, and what is left is arithmetic.",
+        tag("div", tag("table", "".join(rows)), class_="scroll") if len(rows) > 1 else "",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from lehr.core.errors import ConfigError
 from lehr.core.reward import Valid
 from lehr.ledger.blobs import BlobStore
 from lehr.ledger.reader import LedgerReader
-from lehr.ledger.rows import EvaluationRow, StageRow
+from lehr.ledger.rows import EvaluationRow, EventRow, StageRow
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.recipe import Recipe
-from lehr.pipeline.records import ENDED_EARLY
+from lehr.pipeline.records import ALARM, ENDED_EARLY
 from lehr.rollout.base import Judged
 from lehr.wire.codec import decode
 
@@ -83,6 +83,7 @@ def read_record(path: Path) -> Record:
             if stage.type == "rl":
                 groups += reader.group_states(stage.name)
         events = reader.events(ENDED_EARLY)
+        alarms = alarm_notes(reader.events(ALARM))
         ended = {str(event.fields.get("stage")): str(event.fields.get("text")) for event in events}
     finally:
         reader.close()
@@ -90,8 +91,21 @@ def read_record(path: Path) -> Record:
     attempts = tuple(_attempt(row, blobs) for row in rows if row.label in labels)
     lines = tuple(read_metrics(folder.metrics))
     return Record(
-        folder, recipe, started, stages, attempts, lines, dict(groups.most_common()), tuple(ended.values())
+        folder, recipe, started, stages, attempts, lines, dict(groups.most_common()), (*ended.values(), *alarms)
     )
+
+
+def alarm_notes(events: Sequence[EventRow]) -> tuple[str, ...]:
+    """Return one sentence per stage and kind of alarm: how often it rang, when first, and why then."""
+    rung: dict[tuple[str, str], list[EventRow]] = {}
+    for event in events:
+        rung.setdefault((str(event.fields.get("stage")), str(event.fields.get("name"))), []).append(event)
+    notes: list[str] = []
+    for (stage, _), found in rung.items():
+        first, times = found[0].fields, len(found)
+        often = "" if times == 1 else f", the first of {times} such alarms"
+        notes.append(f"{stage}, step {first.get('step')}{often}: {first.get('text')}")
+    return tuple(notes)
 
 
 def _attempt(row: EvaluationRow, blobs: BlobStore) -> Attempt:

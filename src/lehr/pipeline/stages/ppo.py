@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from lehr.core.batch import Batch, Sample, StepResult
 from lehr.core.reward import Valid
+from lehr.model.weights import weight_files
 from lehr.pipeline.beside import open_beside, over_tokens, score_all
 from lehr.pipeline.context import Context
 from lehr.pipeline.rewarding import reward_folder
@@ -49,9 +50,11 @@ async def open_critic(ctx: Context, stage: RlStage, start: Path) -> AsyncGenerat
         yield critic, begins
 
 
-def open_reference(ctx: Context, start: Path) -> AbstractAsyncContextManager[RemoteTrainer]:
+def open_reference(ctx: Context, stage: RlStage, start: Path) -> AbstractAsyncContextManager[RemoteTrainer]:
     """Start a frozen copy of the stage's first weights, which says how likely it finds what the policy says."""
-    return open_beside(ctx, "reference", start, scalar=False)
+    held = sum(file.stat().st_size for file in weight_files(start)) / 2**20
+    ctx.observer.note(f"{stage.name}: its first weights are kept as the reference ({held:.0f} MiB on disk)")
+    return open_beside(ctx, "reference", start, scalar=False, dtype=stage.train.dtype)
 
 
 class PpoRun(RlRun):

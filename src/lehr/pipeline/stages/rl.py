@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lehr.core.batch import Batch, Manifest
+from lehr.core.batch import Manifest
 from lehr.core.reward import Valid
 from lehr.core.trace import Sampling, Version
 from lehr.ledger.rows import ResumeView
@@ -24,10 +24,12 @@ from lehr.pipeline.context import Context
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.records import ENDED_EARLY, keep_trace, load_group
 from lehr.pipeline.rewarding import RewardModel, open_rewarding
-from lehr.pipeline.samples import DomainScales, to_samples
-from lehr.pipeline.stages.rl_metrics import group_metrics
+from lehr.pipeline.samples import teaches
+from lehr.pipeline.stages.guard import Guard
+from lehr.pipeline.stages.learner import Learner
+from lehr.pipeline.stages.rl_metrics import dropped_metrics, group_metrics
 from lehr.rollout.base import DropReason, Group
-from lehr.rollout.buffer import Buffer, Filled, Starved, teaches
+from lehr.rollout.buffer import Buffer, Filled, Starved
 from lehr.rollout.dispatcher import Dispatcher
 from lehr.rollout.group import GroupPlan
 from lehr.schedule.admission import Admission
@@ -53,11 +55,18 @@ async def run_rl(ctx: Context, stage: RlStage, start: Path) -> str:
 
             reward = begin(open_rewarding(ctx, scored, start)) if scored is not None else None
             critic = begin(open_critic(ctx, stage, start)) if with_critic else None
-            reference = begin(open_reference(ctx, start)) if with_critic and stage.critic.kl > 0 else None
+            compared = stage.needs_reference or (with_critic and stage.critic.kl > 0)
+            reference = begin(open_reference(ctx, stage, start)) if compared else None
         known = reference.result() if reference is not None else None
         run = RlRun(ctx, stage) if critic is None else PpoRun(ctx, stage, critic.result(), known)
+        run.learner.reference = known
         run.rewarding = reward.result() if reward is not None else None
         return await run.run(start)
+
+
+def _counts(domains: Mapping[str, int]) -> str:
+    """Return ``3 of a, 1 of b``."""
+    return ", ".join(f"{count} of {name}" for name, count in sorted(domains.items(), key=lambda item: -item[1]))
 
 
 class RlRun:
@@ -75,7 +84,8 @@ class RlRun:
             seed=ctx.recipe.seed,
         )
         self.admission = Admission(bound=stage.staleness_bound, groups_per_batch=stage.groups_per_batch)
-        self.scales = DomainScales({})
+        self.learner = Learner(ctx.trainer, stage)
+        self.guard = Guard(ctx.ledger, ctx.observer, stage.name, stage.alarms)
         self.rewarding: RewardModel | None = None
         self.buffer = Buffer(
             self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, teaches=self.teaches
@@ -95,10 +105,13 @@ class RlRun:
         self.syncing: asyncio.Task[None] | None = None
         self.trained = 0
         self.why = ""
+        self.start = Path()
+        self.saved = 0
+        """The step of the last checkpoint inside the stage, 0 without one."""
 
     async def run(self, start: Path) -> str:
         """See :func:`run_rl`."""
-        ctx, stage = self.ctx, self.stage
+        ctx, stage, self.start = self.ctx, self.stage, start
         first = await self._restore(start)
         await ctx.allot(ctx.division.shared_sampling, ctx.division.shared_training)
         await ctx.sync_weights()
@@ -108,14 +121,17 @@ class RlRun:
         self.busy_s, self.own_tokens, self.verified_s = stats.busy_s, stats.own_tokens, ctx.verifying.seconds
         dispatching = asyncio.create_task(self._dispatch())
         try:
-            await self._steps(first)
+            if self.why:
+                await self._go_back()
+            else:
+                await self._steps(first)
         finally:
             self.dispatcher.stop()
             pending = [task for task in (dispatching, self.syncing) if task is not None]
             await asyncio.gather(*pending, return_exceptions=True)
         for group in ctx.ledger.open_groups(stage.name):
             ctx.ledger.drop_group(group.id, "stage_over")
-        if self.trained >= stage.steps:
+        if self.trained >= stage.steps and not self.why:
             return ""
         name = "RL" if stage.name == "rl" else stage.name
         why = self.why or "other steps found nothing to learn from"
@@ -144,19 +160,22 @@ class RlRun:
             if isinstance(filled, Starved):
                 ctx.observer.note(
                     f"step {step}: {filled.refused} groups in a row taught nothing (every attempt had the "
-                    "same reward); going on with what there is"
+                    f"same reward): {_counts(filled.domains)}; going on with what there is"
                 )
-                ctx.ledger.event("rl.starved", step=step, refused=filled.refused)
+                ctx.ledger.event("rl.starved", step=step, refused=filled.refused, domains=dict(filled.domains))
                 if not filled.groups:
                     if starved >= stage.starved_steps:
                         self.why = self._why_starved()
                         break
                     self.why = f"{filled.refused} groups in a row taught nothing"
                     continue
-            await self._step(step, filled.groups, waited)
+            if diverged := await self._step(step, filled.groups, waited):
+                self.why = diverged
+                await self._synced()
+                return await self._go_back()
             if len(filled.groups) < stage.groups_per_batch:  # the version rose, but fewer places came free
                 self.dispatcher.release(len(filled.groups) - stage.groups_per_batch)
-            if step % stage.checkpoint_every == 0 and step < stage.steps:
+            if step % stage.checkpoint_every == 0 and step < stage.steps and not self.guard.suspicious:
                 await self._checkpoint(step)
         await self._synced()
 
@@ -181,14 +200,28 @@ class RlRun:
         await ctx.allot(engine=ctx.division.shared_sampling)
         return filled
 
-    async def _step(self, step: int, groups: Sequence[Group], waited_s: float) -> None:
+    async def _go_back(self) -> None:
+        """Load the last good weights: what came after them has diverged. Completes ``why`` with which they
+        are.
+        """
+        ctx, stage = self.ctx, self.stage
+        path = ctx.folder.require_checkpoint(stage.name, self.saved) if self.saved else self.start
+        await ctx.trainer.load(path, optimizer=False)
+        await self.load_more(path if self.saved else None)
+        where = f"of step {self.saved}" if self.saved else "that it started from"
+        self.why = f"it diverged ({self.why}). The weights are those {where}"
+
+    async def _step(self, step: int, groups: Sequence[Group], waited_s: float) -> str:
+        """Take a step. Returns why the run has diverged, or nothing."""
         ctx, stage = self.ctx, self.stage
         version = Version(ctx.ledger.incarnation, ctx.published)
         ctx.ledger.record_batch(stage.name, step, [group.id for group in groups], version)
         begun = time.monotonic()
-        result = await self.apply(step, groups)
+        result, diverged = await self.guard.watch(step, self.apply(step, groups))
         trained_s = time.monotonic() - begun
         ctx.ledger.mark_trained(stage.name, step)
+        if not result:
+            return diverged
         self.trained += 1
         await self._synced()
         self.syncing = asyncio.create_task(self._put_in_force(step, await ctx.publish_weights()))
@@ -199,6 +232,7 @@ class RlRun:
         values = {
             **{f"{stage.name}/{name}": value for name, value in result.items()},
             **group_metrics(stage.name, groups, finished, version),
+            **dropped_metrics(stage.name, self.buffer.take_dropped()),
             **{f"{stage.name}/weight/{name}": share for name, share in self.scheduler.weights().items()},
             "time/training_s": trained_s,
             "time/waiting_s": waited_s,
@@ -224,6 +258,7 @@ class RlRun:
                 if "/" in name and f"{stage.name}/pass/{name}" in values
             },
         )
+        return diverged
 
     async def _put_in_force(self, step: int, manifest: Manifest) -> None:
         """The engine takes over the weights of ``step`` while the trainer goes on with the next one."""
@@ -241,7 +276,7 @@ class RlRun:
 
     def teaches(self, group: Group) -> DropReason | None:
         """Return why a finished group is dropped, or None where it is trained on."""
-        return teaches(group, self.stage.credit)
+        return teaches(group, self.learner.rule)
 
     async def save_more(self, path: Path) -> None:
         """Save what else the run needs into a checkpoint, before it is recorded."""
@@ -251,13 +286,7 @@ class RlRun:
 
     async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Take the step of a batch and return what the trainer reports of it."""
-        stage = self.stage
-        samples = to_samples(groups, self.scales, stage.credit, stage.negative_weight)
-        batch = Batch(step, "policy_gradient", samples)
-        first = await self.ctx.trainer.step(batch)
-        for _ in range(stage.passes - 1):
-            await self.ctx.trainer.step(batch)
-        return dict(first.metrics)
+        return await self.learner.apply(step, groups)
 
     async def _checkpoint(self, step: int) -> None:
         ctx, stage = self.ctx, self.stage
@@ -265,10 +294,11 @@ class RlRun:
         path = ctx.folder.checkpoint(stage.name, step)
         await ctx.trainer.save(path, resumable=True)
         await self.save_more(path)
-        state = {"scales": self.scales.state()}
+        state = self.learner.state() | self.guard.state()
         previous = ctx.ledger.record_checkpoint(stage.name, step, path.name, state)
         if previous is not None and previous != path.name:
             ctx.folder.remove_checkpoint(previous)
+        self.saved = step
 
     # ---- groups: drawn, run, finished, dropped
 
@@ -345,7 +375,9 @@ class RlRun:
             path = ctx.folder.require_checkpoint(stage.name, checkpoint.step)
             await ctx.trainer.load(path, optimizer=True)
             await self.load_more(path)
-            self.scales = DomainScales.restore(checkpoint.state.get("scales", {}))
+            self.learner.restore(checkpoint.state)
+            self.guard.restore(checkpoint.state)
+            self.saved = checkpoint.step
         if view.scheduler:
             self.scheduler.restore(view.scheduler)
         self.ordinal = view.drawn
@@ -357,8 +389,10 @@ class RlRun:
         await ctx.allot(trainer=ctx.division.training)
         for number, batch in enumerate(replay, start=1):
             groups = [load_group(ctx, g.id, g.domain, g.task_id) for g in batch.groups]
-            await self.apply(batch.step, groups)
+            _, self.why = await self.guard.watch(batch.step, self.apply(batch.step, groups))
             ctx.ledger.mark_trained(stage.name, batch.step, replay=True)
+            if self.why:
+                break
             ctx.observer.advance(number, len(replay))
             done = batch.step
         self._reopen(view, done)

@@ -6,7 +6,7 @@ neither on packing nor on the split.
 
 To add a policy loss: write its function in the file of its family, cite its source, add it to
 :data:`POLICY_LOSSES` (``coupled`` where a token's loss depends on its sample's other tokens) and its name to
-``PolicyLossName`` in ``lehr.train.base``.
+``PolicyLossName``, and its constants to ``TrainConfig``, in ``lehr.train.base``.
 """
 
 from __future__ import annotations
@@ -22,21 +22,40 @@ from lehr.train.losses.base import (
     sample_means,
     sequence_ratios,
 )
-from lehr.train.losses.importance import tis, uncorrected
-from lehr.train.losses.sequence import gspo
-from lehr.train.losses.trust import dppo_keep, dppo_tv
+from lehr.train.losses.clipped import (
+    decoupled_bounded,
+    decoupled_ppo,
+    gspo,
+    gspo_bounded,
+    ppo_bounded,
+    ppo_clip,
+)
+from lehr.train.losses.divergence import k1, k2, k3
+from lehr.train.losses.importance import cispo, cispo_bounded, tis, tis_bounded, uncorrected
+from lehr.train.losses.masks import geometric_keep, off_policy_keep
+from lehr.train.losses.objective import PolicyObjective
+from lehr.train.losses.trust import dppo_bounded, dppo_keep, dppo_tv
 
 __all__ = [
     "POLICY_LOSSES",
     "PolicyLoss",
+    "PolicyObjective",
     "PolicyTerms",
     "PolicyTokens",
+    "cispo",
     "cross_entropy",
+    "decoupled_ppo",
     "dppo_keep",
     "dppo_tv",
+    "geometric_keep",
     "gspo",
+    "k1",
+    "k2",
+    "k3",
     "log_ratio",
+    "off_policy_keep",
     "policy_loss",
+    "ppo_clip",
     "sample_means",
     "sequence_ratios",
     "tis",
@@ -44,9 +63,12 @@ __all__ = [
 ]
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "dppo_tv": PolicyLoss(dppo_tv),
-    "tis": PolicyLoss(tis),
-    "gspo": PolicyLoss(gspo, coupled=True),
+    "dppo_tv": PolicyLoss(dppo_tv, dppo_bounded),
+    "ppo_clip": PolicyLoss(ppo_clip, ppo_bounded),
+    "decoupled_ppo": PolicyLoss(decoupled_ppo, decoupled_bounded),
+    "gspo": PolicyLoss(gspo, gspo_bounded, coupled=True),
+    "cispo": PolicyLoss(cispo, cispo_bounded),
+    "tis": PolicyLoss(tis, tis_bounded),
     "none": PolicyLoss(uncorrected),
 }
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from lehr.core.errors import ConfigError
+
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to this size before they are exponentiated, so that they stay finite."""
 
@@ -19,8 +21,13 @@ class PolicyTerms:
     mask_delta: float = 0.2
     tis_cap: float = 2.0
     log_ratio_penalty: float = 1e-3
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = 3.0
+    cispo_cap: float = 5.0
     gspo_low: float = 3e-4
     gspo_high: float = 4e-4
+    behaviour_cap: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +36,34 @@ class PolicyTokens:
 
     sampled_T: log-probability that the sampler recorded, at the sampling temperature.
     advantages_T: of the token. samples_T: int64, the same number for all tokens of one sample.
+    reference_T: log-probability under the reference model; None where there is none.
+    proximal_T: log-probability under the weights before the first pass over the batch; None in that pass, where
+    they are the weights of now.
     """
 
     sampled_T: Tensor
     advantages_T: Tensor
     samples_T: Tensor
+    reference_T: Tensor | None = None
+    proximal_T: Tensor | None = None
 
     def __getitem__(self, part: slice) -> PolicyTokens:
         """Return a part of the tokens."""
         cut = {f.name: value[part] for f in fields(self) if (value := getattr(self, f.name)) is not None}
         return replace(self, **cut)
+
+    def require_reference(self) -> Tensor:
+        """Return ``reference_T``, or raise :class:`ConfigError`."""
+        if self.reference_T is None:
+            raise ConfigError(
+                "the samples carry no log-probabilities of a reference model",
+                expected="them, since loss_kl is above 0",
+                hint="Score the samples under a reference first, or set loss_kl = 0.",
+            )
+        return self.reference_T
+
+
+Formula = Callable[[Tensor, PolicyTokens, PolicyTerms], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +71,14 @@ class PolicyLoss:
     """A policy-gradient loss with its correction for tokens that older weights sampled.
 
     function: returns the loss of each token, ``[T]``. Its first argument carries gradient.
+    bounded: returns bool ``[T]``, the tokens on which the bound of the loss acts: whose gradient is cut, or
+    whose weight is capped. None for a loss without a bound.
     coupled: the loss of a token depends on other tokens of its sample, so that ``function`` must be given whole
     samples; the trainer then computes log-probabilities before it asks for a loss.
     """
 
-    function: Callable[[Tensor, PolicyTokens, PolicyTerms], Tensor]
+    function: Formula
+    bounded: Formula | None = None
     coupled: bool = False
 
 

@@ -26,3 +26,8 @@ def dppo_tv(logprobs_T: Tensor, tokens: PolicyTokens, terms: PolicyTerms) -> Ten
     keep = dppo_keep(logprobs_T, tokens.sampled_T, tokens.advantages_T, terms.mask_delta)
     change = log_ratio(logprobs_T, tokens.sampled_T)
     return -(keep * tokens.advantages_T * change.exp()) + terms.log_ratio_penalty * change.square()
+
+
+def dppo_bounded(logprobs_T: Tensor, tokens: PolicyTokens, terms: PolicyTerms) -> Tensor:
+    """Return the tokens whose policy gradient :func:`dppo_tv` drops, bool ``[T]``."""
+    return ~dppo_keep(logprobs_T, tokens.sampled_T, tokens.advantages_T, terms.mask_delta)
