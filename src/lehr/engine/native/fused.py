@@ -34,14 +34,24 @@ def short(start: int, count: int) -> bool:
 class FusedForward:
     """Runs one decoder. Weights are used where they lie; ``decoder`` must stay alive and unchanged.
 
+    invariant: whether every token goes over its keys by itself, in the order of their positions, whatever it is
+    computed with.
+
     attention_s: seconds spent in attention so far, the choosing of keys included.
     choosing_s: the part of it that went into choosing keys for prompts.
     """
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, sparse: SparseConfig | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        sparse: SparseConfig | None = None,
+        *,
+        invariant: bool = False,
+    ) -> None:
         self._decoder = decoder
         self._kernels = kernels
-        self._sparse = sparse
+        self._sparse, self._invariant = sparse, invariant
         self.attention_s = self.choosing_s = 0.0
         self._layers = [_Weights(layer) for layer in decoder.blocks()]
 
@@ -56,7 +66,7 @@ class FusedForward:
         positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
         cos, sin = decoder.rotary.angles(torch.from_numpy(positions), x.dtype, lengths(spans))
         places = np.repeat(np.array([_place(s) for s in spans], np.int64), [s.count for s in spans], axis=0)
-        chunks = [s for s in spans if not short(s.start, s.count)]
+        chunks = [s for s in spans if not (self._invariant or short(s.start, s.count))]
         directly = count - sum(s.count for s in chunks)
         at, where = places.ctypes.data, positions.ctypes.data
         normed = torch.empty_like(x)
@@ -83,7 +93,7 @@ class FusedForward:
                 kernels.attend_sparse(query_at, mixed_at, at, bounds.ctypes.data, where, *shape, *chosen)
             elif int8:
                 kernels.attend_int8(query_at, mixed_at, at, where, *shape)
-            elif longest > LONG:
+            elif longest > LONG and not self._invariant:
                 kernels.attend_split(query_at, mixed_at, at, where, *shape)
             else:
                 kernels.attend(query_at, mixed_at, at, where, *shape)
