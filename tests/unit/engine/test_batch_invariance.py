@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -252,6 +252,15 @@ def test_the_usual_mode_is_not_batch_invariant() -> None:
     assert len(found) == 2
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_e9_rows_of_a_large_vocabulary_are_drawn_alike_alone_and_together() -> None:
     """Torch sums a single row of many words in several threads, and several rows each in one."""
     source = torch.Generator().manual_seed(0)
