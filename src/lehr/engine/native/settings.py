@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -99,16 +100,17 @@ class NativeConfig(Config):
         return self
 
 
-_FAST: dict[str, object] = {"weights": "int8", "draft_tokens": 8, "kv_dtype": "int8"}
+FAST: Mapping[str, object] = {"weights": "int8", "draft_tokens": 8, "kv_dtype": "int8"}
+"""What :func:`fast` sets."""
 
 
 def fast(config: NativeConfig) -> NativeConfig:
     """Return the settings of the fast variant: a little of the model's precision for speed, mostly where few
     requests run at once.
     """
-    return config.model_copy(update=_FAST)
+    return config.model_copy(update=FAST)
 
 
 def standard(config: NativeConfig) -> NativeConfig:
     """Return the settings without what :func:`fast` adds."""
-    return config.model_copy(update={name: NativeConfig.model_fields[name].default for name in _FAST})
+    return config.model_copy(update={name: NativeConfig.model_fields[name].default for name in FAST})
