@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SPARSE = ("sinks", "window", "top_blocks", "block")
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType[int]):
     """Bytes, written like ``512M`` or ``8Gi``."""
 
     name = "SIZE"
@@ -61,8 +61,8 @@ _FLAGS = (
     ),
     click.option(
         "--sparse", "is_sparse", is_flag=True,
-        help="Attend to the first tokens, the last ones and the blocks between that may matter most: for contexts"
-        " of tens of thousands of tokens. Changes what is sampled.",
+        help="Attend to the first tokens, the last ones and the blocks between that may matter most: for"
+        " contexts of tens of thousands of tokens. Changes what is sampled.",
     ),
     click.option(
         "--sparse-sinks", "sinks", type=click.IntRange(0, (1 << 20) - 1),
@@ -82,8 +82,8 @@ _FLAGS = (
     ),
     click.option(
         "--batch-invariant", is_flag=True,
-        help="Give a request the same bits whatever else runs, however its prompt is cut and whatever was cached;"
-        " slower. Not with --sparse.",
+        help="Give a request the same bits whatever else runs, however its prompt is cut and whatever was"
+        " cached; slower. Not with --sparse.",
     ),
 )  # fmt: skip
 
@@ -107,9 +107,8 @@ def engine_settings(given: Mapping[str, Any], *, is_fast: bool = False, **others
     raw: dict[str, Any] = dict(given) | others
     kind, factor = raw.pop("rope_scaling"), raw.pop("rope_factor")
     if (kind is None) != (factor is None):
-        alone, missing = (
-            ("--rope-factor", "--rope-scaling") if kind is None else ("--rope-scaling", "--rope-factor")
-        )
+        both = ("--rope-factor", "--rope-scaling")
+        alone, missing = both if kind is None else both[::-1]
         raise ConfigError(
             f"{alone} without {missing}", expected="both, such as --rope-scaling yarn --rope-factor 4"
         )
@@ -124,4 +123,4 @@ def engine_settings(given: Mapping[str, Any], *, is_fast: bool = False, **others
         raise ConfigError(
             "--tier-folder without --tier-disk", expected="the space that files may take, such as 20Gi"
         )
-    return resolve(NativeConfig, raw | (FAST if is_fast else {}), where="the engine's settings")
+    return resolve(NativeConfig, raw | dict(FAST if is_fast else {}), where="the engine's settings")
