@@ -12,6 +12,9 @@ from lehr.engine.native.engine import FIRST
 from lehr.engine.native.settings import NativeConfig
 from lehr.model.outline import Outline, outline
 
+_SHARED = frozenset({"max_running", "token_budget", "cache_tokens", "dtype", "kernels"})
+"""Settings that mean the same to both engines, or change no result."""
+
 
 def open_any(
     folder: Path,
@@ -44,7 +47,7 @@ def require_engine(folder: Path, config: NativeConfig) -> Outline:
     together with a setting that it alone has.
     """
     found, usual = outline(folder), NativeConfig()
-    for name in () if found.known else ("draft_tokens", "weights"):
+    for name in () if found.known else (n for n in NativeConfig.model_fields if n not in _SHARED):
         value = getattr(config, name)
         if value != getattr(usual, name):
             raise ConfigError(

@@ -48,6 +48,10 @@ class LowRank:
     down_RI: Tensor
     up_OR: Tensor
 
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        """Return what is added for each row."""
+        return x_NI @ self.down_RI.T @ self.up_OR.T
+
 
 def read_adapter(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[Place, LowRank]:
     """Return the adapter in ``folder`` for a model of this shape, in ``dtype``. Nothing is unpickled.

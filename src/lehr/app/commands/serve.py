@@ -8,9 +8,11 @@ import re
 import secrets
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from lehr.app.commands.engine_flags import engine_flags, engine_settings
 
 if TYPE_CHECKING:
     import socket
@@ -41,10 +43,6 @@ _LOCAL = ("http://127.", "http://[::1]")
     help="Completions in line; more get 429.",
 )
 @click.option(
-    "--cache-tokens", default=32768, show_default=True, type=click.IntRange(16, (1 << 31) - 1),
-    help="Tokens that the cache of keys and values holds.",
-)  # fmt: skip
-@click.option(
     "--timeout", "timeout_s", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True),
     help="Seconds that a request may take.",
 )  # fmt: skip
@@ -61,6 +59,7 @@ _LOCAL = ("http://127.", "http://[::1]")
     "--adapter", "adapters", metavar="NAME=FOLDER", multiple=True,
     help="A LoRA adapter in PEFT's format, served as the model NAME; may be given several times.",
 )  # fmt: skip
+@engine_flags
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON: model, address, token.")
 def serve(
     model: str,
@@ -70,12 +69,12 @@ def serve(
     name: str | None,
     max_running: int,
     max_waiting: int,
-    cache_tokens: int,
     timeout_s: float,
     drain_s: float,
     is_fast: bool,
     adapters: tuple[str, ...],
     as_json: bool,
+    **engine: Any,
 ) -> None:
     """Serve a model over HTTP to OpenAI's clients, until stopped.
 
@@ -84,7 +83,6 @@ def serve(
     from lehr.app.serve.listening import bind
     from lehr.app.serve.work import Limits
     from lehr.core.errors import ConfigError
-    from lehr.engine.native.settings import NativeConfig, fast
     from lehr.pipeline.models import locate_model
     from lehr.pipeline.observer import Silent
 
@@ -96,7 +94,7 @@ def serve(
         raise ConfigError(
             "the token cannot be sent in a header", expected="visible ASCII characters, no spaces"
         )
-    config = NativeConfig(max_running=max_running, cache_tokens=cache_tokens)
+    config = engine_settings(engine, is_fast=is_fast, max_running=max_running)
     name = name or Path(model).resolve().name
     folders = _adapters(adapters, name)
     bound = bind(host, port)
@@ -109,7 +107,7 @@ def serve(
                 bound,
                 token,
                 Limits(max_running, max_waiting, timeout_s),
-                fast(config) if is_fast else config,
+                config,
                 folders,
                 drain_s=drain_s,
                 as_json=as_json,
@@ -162,7 +160,7 @@ async def _serve(
     try:
         for adapter, place in adapters.items():
             await engine.load_adapter(adapter, place)
-        model = served(folder, name, config.cache_tokens, tuple(adapters))
+        model = served(folder, name, config.cache_tokens, tuple(adapters), config.rope_scaling)
         secret = token or secrets.token_urlsafe(24)
         service = Service(engine, model, limits, Meter())
         address = address_of(bound)

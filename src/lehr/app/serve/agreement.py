@@ -59,7 +59,8 @@ def measure(folder: Path, fast: NativeConfig) -> Agreement:
 
     def engine(config: NativeConfig) -> NativeEngine:
         room = sum(map(len, prompts)) + len(prompts) * (NEW_TOKENS + 16)
-        config = config.model_copy(update={"cache_tokens": max(config.cache_tokens, room)})
+        alone = {"cache_tokens": max(config.cache_tokens, room), "tier_memory_bytes": 0, "tier_disk_bytes": 0}
+        config = config.model_copy(update=alone)
         return NativeEngine(
             load_decoder(folder, compute_dtype(config.dtype), config.rope_scaling), config=config
         )

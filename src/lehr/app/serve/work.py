@@ -20,7 +20,9 @@ from lehr.core.trace import Completion, Constraint, Sampling
 from lehr.engine.base import BadConstraint, EngineStats, OnTokens, Ranked
 from lehr.engine.native.cache import BLOCK
 from lehr.model.chat import ChatRenderer
+from lehr.model.config import load_config
 from lehr.model.outline import outline
+from lehr.model.scaling import RopeScaling
 from lehr.model.tokenizer import AnyTokenizer, load_tokenizer
 from lehr.rollout.agent import derive_seed
 
@@ -62,13 +64,20 @@ class Served:
     adapters: tuple[str, ...] = ()
 
 
-def served(folder: Path, name: str, cache_tokens: int, adapters: tuple[str, ...] = ()) -> Served:
+def served(
+    folder: Path,
+    name: str,
+    cache_tokens: int,
+    adapters: tuple[str, ...] = (),
+    scaling: RopeScaling | None = None,
+) -> Served:
     """Return what is served from a model folder, with as much context as model and cache hold."""
     found = outline(folder)
     tokenizer = load_tokenizer(folder)
     renderer = ChatRenderer(tokenizer)
     stop_ids = frozenset({*renderer.stop_ids, *found.eos_ids})
-    room = min(found.max_positions, cache_tokens // BLOCK * BLOCK)
+    positions = load_config(folder).scaled(scaling).max_positions if scaling else found.max_positions
+    room = min(positions, cache_tokens // BLOCK * BLOCK)
     return Served(name, tokenizer, renderer, stop_ids, room, found.vocab_size, adapters)
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lehr.core.errors import ConfigError, UnknownName
+from lehr.engine.native.invariant import in_tiles, require_same_in_every_row
+from lehr.engine.native.packing import PROJECTIONS
 from lehr.model.decoder import Decoder
 from lehr.model.lora import LowRank, Place
-
-_PROJECTIONS = ("qkv", "o", "gate_up", "down")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -32,21 +32,22 @@ class Adapter:
 
 @dataclass(slots=True)
 class _Step:
-    """The rows that use adapters in the forward that runs."""
+    """The rows that use adapters in the forward that runs. tile: rows of every product; 0 is all."""
 
+    tile: int
     rows: list[tuple[Adapter, Tensor]] = field(default_factory=list[tuple[Adapter, Tensor]])
 
 
 class Adapters:
     """The adapters of one engine. Requests hold theirs: one that is replaced or unloaded serves those that
-    began with it, and is freed with the last of them.
+    began with it, and is freed with the last of them. ``tile``: see ``invariant``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tile: int = 0) -> None:
         self._loaded: dict[str, Adapter] = {}
         self._numbers = count(1)
         self._hooks: list[RemovableHandle] = []
-        self._step = _Step()
+        self._step = _Step(tile)
         self._decoder: Decoder | None = None
 
     @property
@@ -65,6 +66,8 @@ class Adapters:
         """Make ``parts`` known as ``name``, in the place of what was known so."""
         if not name:
             raise ConfigError("an adapter was given no name", expected="a name that requests can say")
+        for part in parts.values() if self._step.tile else ():
+            require_same_in_every_row(part, part.down_RI.shape[1], part.down_RI.dtype, self._step.tile)
         adapter = Adapter(name, f"{name}/{next(self._numbers)}".encode(), parts)
         self._loaded[name] = adapter
         return adapter
@@ -93,7 +96,7 @@ class Adapters:
     def _hook(self, decoder: Decoder) -> None:
         self._decoder = decoder
         for number, layer in enumerate(decoder.blocks()):
-            for name in _PROJECTIONS:
+            for name in PROJECTIONS:
                 hook = _hook_of(self._step, (number, name))
                 self._hooks.append(layer.get_submodule(name).register_forward_hook(hook))
 
@@ -109,7 +112,8 @@ def _hook_of(step: _Step, place: Place) -> Callable[[nn.Module, tuple[Tensor, ..
         for adapter, rows_M in step.rows:
             part = adapter.parts.get(place)
             if part is not None:
-                added_MO = inputs[0][rows_M] @ part.down_RI.T @ part.up_OR.T
+                x_MI = inputs[0][rows_M]
+                added_MO = in_tiles(part, x_MI, step.tile) if step.tile else part(x_MI)
                 output_NO.index_add_(0, rows_M, added_MO)
 
     return add

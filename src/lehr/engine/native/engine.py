@@ -37,6 +37,7 @@ from lehr.engine.native.drafts import Drafter, Width
 from lehr.engine.native.ending import has_ended
 from lehr.engine.native.fused import FusedForward, short
 from lehr.engine.native.guides import Grammars, Guide, Mask
+from lehr.engine.native.invariant import tile_rows
 from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.request import Request
 from lehr.engine.native.rows import Rows
@@ -83,10 +84,11 @@ class NativeEngine:
         self.dtype = decoder.embed.weight.dtype
         self.version = version
         self._kernels = kernels_for(self.dtype) if self.config.kernels else None
-        self._use(prepared(decoder, self.config.weights))
+        invariant = self.config.batch_invariant
+        self._use(prepared(decoder, self.config.weights, invariant=invariant))
         self._draft = DraftModel(draft, decoder.config, kernels=self.config.kernels) if draft else None
         self._fetched: dict[Version, Decoder] = {}
-        self._adapters = Adapters()
+        self._adapters = Adapters(tile_rows(self.dtype) if invariant else 0)
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._grammars = Grammars(tokenizer, self.model_config.vocab_size, self._stop_ids)
@@ -111,7 +113,12 @@ class NativeEngine:
 
     def _use(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._fused = FusedForward(decoder, self._kernels, self.config.sparse) if self._kernels else None
+        config = self.config
+        self._fused = (
+            FusedForward(decoder, self._kernels, config.sparse, invariant=config.batch_invariant)
+            if self._kernels
+            else None
+        )
 
     def _policy(self) -> str:
         if self.config.sparse is not None:
@@ -377,7 +384,8 @@ class NativeEngine:
             positions += range(request.own, request.own + count)
             settings += [request.sampling] * count
         where = uniform(seeds, positions)
-        return draw_each(self._kernels, self._decoder.head(last_ND), settings, where, mask)
+        logits_NV = self._decoder.head(last_ND)
+        return draw_each(self._kernels, logits_NV, settings, where, mask, alone=self.config.batch_invariant)
 
     def _publish(self, request: Request) -> None:
         if request.computed == request.prompt_length or request.computed % BLOCK == 0 or request.remaining:
@@ -385,7 +393,8 @@ class NativeEngine:
 
     def load(self, manifest: Manifest) -> Decoder:
         """Return published weights for :meth:`offer`. Takes a while; may run in any thread."""
-        return load_published(manifest, self.model_config, self.dtype, self.config.weights)
+        c = self.config
+        return load_published(manifest, self.model_config, self.dtype, c.weights, invariant=c.batch_invariant)
 
     @property
     def adapters(self) -> tuple[str, ...]:

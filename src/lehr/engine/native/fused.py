@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lehr.engine.native.attention import Span, lengths
 from lehr.engine.native.flash import chunk_attention
+from lehr.engine.native.invariant import tile_rows
 from lehr.engine.native.kernels.load import Kernels
 from lehr.engine.native.rows import LONG, Slot
 from lehr.engine.native.settings import SparseConfig
@@ -34,14 +35,24 @@ def short(start: int, count: int) -> bool:
 class FusedForward:
     """Runs one decoder. Weights are used where they lie; ``decoder`` must stay alive and unchanged.
 
+    invariant: whether every token goes over its keys by itself, in the order of their positions, whatever it is
+    computed with.
+
     attention_s: seconds spent in attention so far, the choosing of keys included.
     choosing_s: the part of it that went into choosing keys for prompts.
     """
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, sparse: SparseConfig | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        sparse: SparseConfig | None = None,
+        *,
+        invariant: bool = False,
+    ) -> None:
         self._decoder = decoder
         self._kernels = kernels
-        self._sparse = sparse
+        self._sparse, self._tile = sparse, tile_rows(decoder.embed.weight.dtype) if invariant else 0
         self.attention_s = self.choosing_s = 0.0
         self._layers = [_Weights(layer) for layer in decoder.blocks()]
 
@@ -56,16 +67,20 @@ class FusedForward:
         positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
         cos, sin = decoder.rotary.angles(torch.from_numpy(positions), x.dtype, lengths(spans))
         places = np.repeat(np.array([_place(s) for s in spans], np.int64), [s.count for s in spans], axis=0)
-        chunks = [s for s in spans if not short(s.start, s.count)]
+        chunks = [s for s in spans if not (self._tile or short(s.start, s.count))]
         directly = count - sum(s.count for s in chunks)
         at, where = places.ctypes.data, positions.ctypes.data
-        normed = torch.empty_like(x)
-        query, mixed = x.new_empty(count, heads, size), x.new_empty(count, heads, size)
-        inner = x.new_empty(count, config.intermediate_size)
+        room = count + (-count % self._tile if self._tile else 0)
+        normed, inner, mixed = (
+            (x.new_zeros if room > count else x.new_empty)(room, width)
+            for width in (config.hidden_size, config.intermediate_size, heads * size)
+        )
+        query = x.new_empty(count, heads, size)
         x_at, normed_at, query_at, mixed_at = (t.data_ptr() for t in (x, normed, query, mixed))
         cos_at, sin_at, inner_at = cos.data_ptr(), sin.data_ptr(), inner.data_ptr()
         int8 = spans[0].slot.lane.kv.dtype is torch.int8
         rotate = kernels.rotate_int8 if int8 else kernels.rotate
+        alone = (kernels.attend_alone_int8 if int8 else kernels.attend_alone) if self._tile else None
         sparse = self._sparse
         block = sparse.block if sparse else 0
         closing = [s for s in spans if block and _closes(s, block)]
@@ -81,6 +96,8 @@ class FusedForward:
             if sparse is not None:
                 chosen = (sparse.sink_blocks, sparse.window, sparse.top_blocks, sparse.block)
                 kernels.attend_sparse(query_at, mixed_at, at, bounds.ctypes.data, where, *shape, *chosen)
+            elif alone:
+                alone(query_at, mixed_at, at, where, *shape)
             elif int8:
                 kernels.attend_int8(query_at, mixed_at, at, where, *shape)
             elif longest > LONG:
@@ -115,13 +132,13 @@ class FusedForward:
                 kv = span.slot.lane.kv[number, :, span.slot.row, :, : span.start + span.count]
                 if sparse is None:
                     kv = self._widened(kv)
-                    mixed[part] = chunk_attention(query[part], kv[0], kv[1], span.start)
+                    mixed[part] = chunk_attention(query[part], kv[0], kv[1], span.start).flatten(1)
                 else:
                     mixed[part] = sparse_attention(
                         query[part], span.slot, number, span.start, sparse, self._choose
-                    )
+                    ).flatten(1)
             self.attention_s += time.perf_counter() - begun
-            projected: Tensor = layer.o(mixed.view(count, -1))
+            projected: Tensor = layer.o(mixed)
             kernels.norm(x_at, projected.data_ptr(), layer.mlp_norm, normed_at, count, config.hidden_size, eps)
             gate_up: Tensor = layer.gate_up(normed)
             kernels.gated(gate_up.data_ptr(), inner_at, count, config.intermediate_size)
@@ -135,7 +152,7 @@ class FusedForward:
             config.hidden_size,
             eps,
         )
-        return normed
+        return normed[:count]
 
     def _widened(self, kv: Tensor) -> Tensor:
         """Return keys and values, ``[2, K, S, E]``, of one layer and row, in the compute dtype."""

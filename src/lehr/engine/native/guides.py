@@ -48,6 +48,13 @@ class Mask:
     allowed_MV: Tensor
     dead: frozenset[int]
 
+    def of(self, row: int) -> Mask | None:
+        """Return the mask of one row alone, as row 0; None where it may draw anything."""
+        if row not in self.rows:
+            return None
+        at = self.rows.index(row)
+        return Mask([0], self.allowed_MV[at : at + 1], frozenset({0} if row in self.dead else ()))
+
 
 class Guide:
     """The place of one request in its constraint. It follows the request's own tokens, and needs nothing else:

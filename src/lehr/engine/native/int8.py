@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lehr.core.errors import ConfigError
 from lehr.engine.native.kernels.build import INSTALL, why_not
 from lehr.engine.native.kernels.load import Kernels, kernels_for
-from lehr.engine.native.packing import PackedLinear, can_pack
+from lehr.engine.native.packing import PROJECTIONS, PackedLinear, can_pack
 from lehr.model.decoder import Decoder
 
 FEW = 16
@@ -62,7 +62,7 @@ def round_weights(decoder: Decoder) -> Decoder:
     if kernels is None:
         raise ConfigError(f"weights of type int8 need compiled kernels: {why_not()}", hint=f"{INSTALL}.")
     for layer in decoder.layers:
-        for name in ("qkv", "o", "gate_up", "down"):
+        for name in PROJECTIONS:
             plain = layer.get_submodule(name)
             if isinstance(plain, nn.Linear):
                 setattr(layer, name, Int8Linear(plain, kernels))

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from lehr.model.decoder import Decoder
 
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+"""The linear layers of a decoder's block, by name."""
 _TYPICAL_ROWS = 64
 
 
@@ -21,6 +23,7 @@ class PackedLinear(nn.Module):
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
         weight = plain.weight.detach()
+        self.outputs = len(weight)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
         self.bias = None if plain.bias is None else plain.bias.detach()
 
@@ -41,7 +44,7 @@ def pack(decoder: Decoder) -> Decoder:
     if not can_pack(decoder.embed.weight.dtype):
         return decoder
     for layer in decoder.layers:
-        for name in ("qkv", "o", "gate_up", "down"):
+        for name in PROJECTIONS:
             plain = layer.get_submodule(name)
             if isinstance(plain, nn.Linear):
                 setattr(layer, name, PackedLinear(plain))

@@ -58,14 +58,24 @@ def draw_each(
     settings: Sequence[Sampling],
     where: NDArray[np.float64],
     mask: Mask | None = None,
+    *,
+    alone: bool = False,
 ) -> Drawn:
     """Draw one token per row from logits of any dtype, which may be overwritten: in one pass of a kernel where
-    a row draws from the whole distribution, by :func:`draw` otherwise.
+    a row draws from the whole distribution, by :func:`draw` otherwise. ``alone``: with one row at a time there,
+    so that sums do not depend on how many there are.
     """
     alternatives = likeliest(logits_NV, settings)
     masked = set(mask.rows) if mask else set[int]()
     partly = [i for i, s in enumerate(settings) if kernels is None or filters(s) or i in masked]
-    if kernels is None or len(partly) == len(settings):
+    if alone and len(settings) > 1 and partly:
+        rows = [slice(i, i + 1) for i in range(len(settings))]
+        each = [
+            ([i], draw_each(kernels, logits_NV[r], settings[r], where[r], mask.of(i) if mask else None))
+            for i, r in enumerate(rows)
+        ]
+        drawn = _merged(each, len(settings))
+    elif kernels is None or len(partly) == len(settings):
         drawn = draw(logits_NV.float(), settings, where, mask)
     elif not partly:
         drawn = draw_whole(kernels, logits_NV, settings, where)

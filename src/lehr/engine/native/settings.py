@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -76,6 +77,10 @@ class NativeConfig(Config):
     what is sampled carries the policy ``sparse``. None attends to everything."""
     dtype: Dtype = "auto"
     """Compute dtype: ``auto``, ``float32`` or ``bfloat16``."""
+    batch_invariant: bool = False
+    """Give a request the same bits whatever else runs: greedy tokens, tokens drawn with a seed, and all
+    log-probabilities depend neither on the batch, nor on how a prompt is cut into chunks, nor on caching,
+    preemption and drafts. Slower; needs ``kernels``."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> NativeConfig:
@@ -85,19 +90,27 @@ class NativeConfig(Config):
             raise ValueError(
                 "sparse attention needs keys in the compute dtype: kv_dtype is 'int8', expected 'auto'"
             )
+        if self.batch_invariant and self.sparse is not None:
+            raise ValueError(
+                "batch_invariant cannot go with sparse: the positions of a prompt choose blocks together, so"
+                " that what they see depends on how it is cut"
+            )
+        if self.batch_invariant and not self.kernels:
+            raise ValueError("batch_invariant needs kernels: it is true and kernels is false")
         return self
 
 
-_FAST: dict[str, object] = {"weights": "int8", "draft_tokens": 8, "kv_dtype": "int8"}
+FAST: Mapping[str, object] = {"weights": "int8", "draft_tokens": 8, "kv_dtype": "int8"}
+"""What :func:`fast` sets."""
 
 
 def fast(config: NativeConfig) -> NativeConfig:
     """Return the settings of the fast variant: a little of the model's precision for speed, mostly where few
     requests run at once.
     """
-    return config.model_copy(update=_FAST)
+    return config.model_copy(update=FAST)
 
 
 def standard(config: NativeConfig) -> NativeConfig:
     """Return the settings without what :func:`fast` adds."""
-    return config.model_copy(update={name: NativeConfig.model_fields[name].default for name in _FAST})
+    return config.model_copy(update={name: NativeConfig.model_fields[name].default for name in FAST})

@@ -9,6 +9,7 @@ import torch
 from lehr.core.batch import Manifest
 from lehr.engine.base import EngineError
 from lehr.engine.native.int8 import round_weights
+from lehr.engine.native.invariant import tiled
 from lehr.engine.native.packing import pack
 from lehr.engine.native.settings import WeightFormat
 from lehr.model.checkpoint import file_digest, read_tensors
@@ -16,9 +17,10 @@ from lehr.model.config import ModelConfig
 from lehr.model.decoder import Decoder
 
 
-def prepared(decoder: Decoder, weights: WeightFormat) -> Decoder:
-    """Lay the projections of ``decoder`` out for sampling, in place, and return it."""
-    return pack(round_weights(decoder) if weights == "int8" else decoder)
+def prepared(decoder: Decoder, weights: WeightFormat, *, invariant: bool = False) -> Decoder:
+    """Lay the projections of ``decoder`` out for sampling, in place; return it. ``invariant``: see there."""
+    packed = pack(round_weights(decoder) if weights == "int8" else decoder)
+    return tiled(packed) if invariant else packed
 
 
 def published_file(manifest: Manifest) -> Path:
@@ -33,9 +35,14 @@ def published_file(manifest: Manifest) -> Path:
 
 
 def load_published(
-    manifest: Manifest, config: ModelConfig, dtype: torch.dtype, weights: WeightFormat = "plain"
+    manifest: Manifest,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    weights: WeightFormat = "plain",
+    *,
+    invariant: bool = False,
 ) -> Decoder:
     """Return the published weights, ready to sample from. Raises :class:`EngineError` if they are damaged."""
     path = published_file(manifest)
     with torch.inference_mode():
-        return prepared(Decoder.from_hf(config, read_tensors(path), dtype), weights)
+        return prepared(Decoder.from_hf(config, read_tensors(path), dtype), weights, invariant=invariant)

@@ -4,21 +4,12 @@
 // A weight [outputs, inputs] lies in panels of 64 outputs: panel by panel, input by input, 64 bytes, one cache line.
 // A sum needs no step across lanes that way, and a thread reads forward only. Outputs beyond the last are zeros.
 
+#include "lanes.h"
 #include "shared.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
 constexpr int64_t kPanel = 64;
-#if defined(__AVX512F__)
-constexpr int64_t kLanes = 16;
-#else
-constexpr int64_t kLanes = 8;
-#endif
-using Floats = float __attribute__((vector_size(4 * kLanes)));
 
 // The compiler turns a vector of bytes into one of floats lane by lane unless it is told the instruction.
 inline Floats widened(const int8_t* bytes) {

@@ -23,6 +23,8 @@ ARGUMENTS = {
     "attend_int8": (*[c_void_p] * 4, *[c_int64] * 5),
     "widen_int8": (c_void_p, c_void_p, *[c_int64] * 5),
     "attend_split": (*[c_void_p] * 4, *[c_int64] * 5),
+    "attend_alone": (*[c_void_p] * 4, *[c_int64] * 5),
+    "attend_alone_int8": (*[c_void_p] * 4, *[c_int64] * 5),
     "attend_sparse": (*[c_void_p] * 5, *[c_int64] * 9),
     "choose": (*[c_void_p] * 4, *[c_int64] * 7),
     "draw": (*[c_void_p] * 5, c_int64, c_int64),
@@ -48,6 +50,8 @@ class Kernels:
     attend_int8: Any
     widen_int8: Any
     attend_split: Any
+    attend_alone: Any
+    attend_alone_int8: Any
     attend_sparse: Any
     choose: Any
     draw: Any

@@ -1,0 +1,72 @@
+// Vectors as wide as the processor's registers.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#else
+constexpr int64_t kLanes = 8;
+#endif
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+
+// The sum of each of `kLanes` vectors, all in the same order.
+inline Floats each_summed(const Floats* v) {
+#if defined(__AVX512F__)
+    __m512 quads[4], halves[2];
+    for (int i = 0; i < 4; i++) {
+        const auto add = [&](int at) {
+            const __m512 a = (__m512)v[at], b = (__m512)v[at + 1];
+            return (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        };
+        const __m512d low = add(4 * i), high = add(4 * i + 2);
+        quads[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(low, high), (__m512)_mm512_unpackhi_pd(low, high));
+    }
+    for (int i = 0; i < 2; i++)
+        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0x88),
+                                  _mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0xdd));
+    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                                 _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#elif defined(__AVX2__)
+    __m256 quads[2];
+    for (int i = 0; i < 2; i++) {
+        const auto add = [&](int at) {
+            const __m256 a = (__m256)v[at], b = (__m256)v[at + 1];
+            return (__m256d)_mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        };
+        const __m256d low = add(4 * i), high = add(4 * i + 2);
+        quads[i] = _mm256_add_ps((__m256)_mm256_unpacklo_pd(low, high), (__m256)_mm256_unpackhi_pd(low, high));
+    }
+    return (Floats)_mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20),
+                                 _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+#else
+    Floats sums = {};
+    for (int64_t k = 0; k < kLanes; k++)
+        for (int64_t i = 0; i < kLanes; i++) sums[k] += v[k][i];
+    return sums;
+#endif
+}
+
+// Zeros that begin at a whole vector.
+class Lines {
+  public:
+    explicit Lines(int64_t count) : memory_(count + kLanes) {}
+    float* at(int64_t i) {
+        const auto address = reinterpret_cast<uintptr_t>(memory_.data());
+        return memory_.data() + (-address & (sizeof(Floats) - 1)) / sizeof(float) + i;
+    }
+
+  private:
+    std::vector<float> memory_;
+};
+
+}  // namespace
