@@ -16,7 +16,8 @@ from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
 from lehr.pipeline.choosing import Keep
 from lehr.pipeline.conversations import TooLong
-from lehr.pipeline.stages.settings import DistillStage
+from lehr.pipeline.stages.settings import DistillStage, LengthCurriculum
+from lehr.rollout.replay import ReplayConfig
 from lehr.train.base import TrainConfig
 
 
@@ -142,6 +143,13 @@ class RlStage(Config):
     staleness_bound: int = Field(default=1, ge=0, lt=1 << 31)
     """Batches that may be started ahead of the weights; 0 is synchronous."""
     temperature: float = Field(default=1.0, gt=0)
+    length: LengthCurriculum | None = None
+    """A limit on sampled tokens that rises with the step; none by default."""
+    replay: ReplayConfig | None = None
+    """Rare successes of earlier steps are trained on again; off by default."""
+    max_sample_tokens: Count | None = None
+    """A trace whose tokens with loss span more is trained on in several parts, split between turns; each part
+    is computed with all that stood before it. It counts once in its group all the same."""
     target_pass_rate: float = Field(default=0.5, gt=0, lt=1)
     """A domain below it gains weight, one above it loses weight, down to a floor."""
     refuse_batches: Count = 4

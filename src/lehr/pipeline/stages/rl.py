@@ -17,11 +17,13 @@ from pathlib import Path
 from lehr.core.batch import Batch, Manifest
 from lehr.core.reward import Valid
 from lehr.core.trace import Sampling, Version
-from lehr.ledger.rows import ResumeView
+from lehr.ledger.rows import BatchRow, ReplayRow, ResumeView
 from lehr.pipeline.context import Context
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.records import ENDED_EARLY, keep_trace, load_group
+from lehr.pipeline.replaying import Replaying
 from lehr.pipeline.samples import DomainScales, to_samples
+from lehr.pipeline.splitting import split_samples
 from lehr.pipeline.stages.rl_metrics import group_metrics
 from lehr.rollout.base import DropReason, Group
 from lehr.rollout.buffer import Buffer, Filled, Starved, teaches
@@ -56,6 +58,8 @@ class RlRun:
         )
         self.admission = Admission(bound=stage.staleness_bound, groups_per_batch=stage.groups_per_batch)
         self.scales = DomainScales({})
+        self.replaying = Replaying(ctx, stage.name, stage.replay, stage.credit)
+        self.step = 1
         self.buffer = Buffer(
             self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, teaches=self.teaches
         )
@@ -116,6 +120,7 @@ class RlRun:
             if stage.time_limit_s is not None and time.monotonic() - begun > stage.time_limit_s:
                 self.why = "the time limit of the stage is reached"
                 break
+            self.step = step
             waited = time.monotonic()
             filled = await self._take()
             waited = time.monotonic() - waited
@@ -163,11 +168,13 @@ class RlRun:
     async def _step(self, step: int, groups: Sequence[Group], waited_s: float) -> None:
         ctx, stage = self.ctx, self.stage
         version = Version(ctx.ledger.incarnation, ctx.published)
-        ctx.ledger.record_batch(stage.name, step, [group.id for group in groups], version)
+        replays = self.replaying.draw(step, self.scheduler.rates(), self.scales)
+        ctx.ledger.record_batch(stage.name, step, [group.id for group in groups], version, replays)
         begun = time.monotonic()
-        result = await self.apply(step, groups)
+        result = await self.apply(step, groups, replays)
         trained_s = time.monotonic() - begun
         ctx.ledger.mark_trained(stage.name, step)
+        self.replaying.learn(step, groups, replays)
         self.trained += 1
         await self._synced()
         self.syncing = asyncio.create_task(self._put_in_force(step, await ctx.publish_weights()))
@@ -222,22 +229,25 @@ class RlRun:
         """Return why a finished group is dropped, or None where it is trained on."""
         return teaches(group, self.stage.credit)
 
-    async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    async def apply(
+        self, step: int, groups: Sequence[Group], replays: Sequence[ReplayRow] = ()
+    ) -> dict[str, float]:
         """Take the step of a batch and return what the trainer reports of it."""
         stage = self.stage
-        samples = to_samples(groups, self.scales, stage.credit, stage.negative_weight)
+        fresh = to_samples(groups, self.scales, stage.credit, stage.negative_weight)
+        samples = split_samples((*fresh, *self.replaying.samples(replays)), stage.max_sample_tokens)
         batch = Batch(step, "policy_gradient", samples)
         first = await self.ctx.trainer.step(batch)
         for _ in range(stage.passes - 1):
             await self.ctx.trainer.step(batch)
-        return dict(first.metrics)
+        return {**first.metrics, "replayed": float(len(replays))}
 
     async def _checkpoint(self, step: int) -> None:
         ctx, stage = self.ctx, self.stage
         ctx.folder.require_space()
         path = ctx.folder.checkpoint(stage.name, step)
         await ctx.trainer.save(path, resumable=True)
-        state = {"scales": self.scales.state()}
+        state = {"scales": self.scales.state(), "replay": self.replaying.state()}
         previous = ctx.ledger.record_checkpoint(stage.name, step, path.name, state)
         if previous is not None and previous != path.name:
             ctx.folder.remove_checkpoint(previous)
@@ -277,6 +287,7 @@ class RlRun:
             Sampling(temperature=self.stage.temperature),
             self.ctx.recipe.seed,
             retry,
+            None if self.stage.length is None else self.stage.length.limit(self.step),
         )
 
     async def _run_group(self, plan: GroupPlan) -> Group:
@@ -310,6 +321,7 @@ class RlRun:
             await ctx.trainer.reset(stage.train)
             await ctx.trainer.load(ctx.folder.require_checkpoint(stage.name, checkpoint.step), optimizer=True)
             self.scales = DomainScales.restore(checkpoint.state.get("scales", {}))
+            self.replaying.restore(checkpoint.state.get("replay", []))
         if view.scheduler:
             self.scheduler.restore(view.scheduler)
         self.ordinal = view.drawn
@@ -320,13 +332,18 @@ class RlRun:
             ctx.observer.stage(f"{stage.name} replay", len(replay), "steps")
         await ctx.allot(trainer=ctx.division.training)
         for number, batch in enumerate(replay, start=1):
-            groups = [load_group(ctx, g.id, g.domain, g.task_id) for g in batch.groups]
-            await self.apply(batch.step, groups)
+            groups = self._groups(batch)
+            await self.apply(batch.step, groups, batch.replays)
             ctx.ledger.mark_trained(stage.name, batch.step, replay=True)
+            self.replaying.learn(batch.step, groups, batch.replays)
             ctx.observer.advance(number, len(replay))
             done = batch.step
+        self.step = done + 1
         self._reopen(view, done)
         return done + 1
+
+    def _groups(self, batch: BatchRow) -> list[Group]:
+        return [load_group(self.ctx, g.id, g.domain, g.task_id) for g in batch.groups]
 
     def _reopen(self, view: ResumeView, done: int) -> None:
         ctx, stage = self.ctx, self.stage
