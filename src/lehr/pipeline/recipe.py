@@ -17,6 +17,7 @@ from lehr.engine.native.settings import NativeConfig
 from lehr.pipeline.choosing import Keep
 from lehr.pipeline.conversations import TooLong
 from lehr.pipeline.stages.settings import DistillStage, LengthCurriculum
+from lehr.rollout.compress import CompressionConfig
 from lehr.rollout.replay import ReplayConfig
 from lehr.train.base import TrainConfig
 
@@ -197,6 +198,9 @@ class Recipe(Config):
     """Sampling processes; the default is one per core, at most four. They share the cores and the
     ``cache_tokens`` of ``engine`` evenly, and each runs up to its ``max_running``."""
     sandbox: SandboxConfig = SandboxConfig()
+    compression: CompressionConfig | None = None
+    """Episodes whose conversation outgrows the context are compressed, in training and measuring alike; without
+    it they end there."""
 
     @model_validator(mode="after")
     def _names(self) -> Recipe:
