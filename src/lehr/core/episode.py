@@ -21,12 +21,12 @@ class Turn:
 class Observation:
     """The environment's answer to a turn. ``messages`` are appended before the next completion.
 
-    verdict: it tells how a check went, such as a test run; it is kept when older turns have to make room.
+    check: it tells how a check went, such as a test run; it is kept when older turns have to make room.
     """
 
     messages: tuple[Message, ...] = ()
     done: bool = False
-    verdict: bool = False
+    check: bool = False
 
 
 @dataclass(frozen=True, slots=True)

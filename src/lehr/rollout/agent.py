@@ -139,7 +139,7 @@ class AgentLoop:
                     observation = await episode.step(Turn(text, truncated=completion.stop == "length"))
                 left_s -= self._clock.now() - begun
                 state.span("tool", begun, self._clock.now(), number)
-                state.exchanges.append(Exchange(text, observation.messages, observation.verdict))
+                state.exchanges.append(Exchange(text, observation.messages, observation.check))
                 if observation.done or number + 1 == task.max_turns:
                     break
                 await self._go_on(task, sampling, attempt, state, number)

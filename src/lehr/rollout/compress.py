@@ -33,7 +33,7 @@ class CompressionConfig(Config):
     summary, in the model's context."""
     keep_tail: Count = 4
     """Latest turns kept; fewer where they do not fit, but always the last one."""
-    keep_verdicts: int = Field(default=4, ge=0, lt=1 << 31)
+    keep_checks: int = Field(default=4, ge=0, lt=1 << 31)
     """Latest of the older turns kept that tell how a check went."""
     summary_tokens: int = Field(default=0, ge=0, lt=1 << 31)
     """Above 0, the model sums up in at most so many tokens what is removed. It is trained on that as on any
@@ -43,11 +43,11 @@ class CompressionConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A turn of the model and what the environment answered. verdict: it tells how a check went."""
+    """A turn of the model and what the environment answered. check: it tells how a check went."""
 
     said: str
     answered: tuple[Message, ...]
-    verdict: bool = False
+    check: bool = False
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -72,11 +72,11 @@ def choose(
     """Return which exchanges to keep so that the prompt, summary included, fills half of ``limit`` at most, and
     all of it where only the last exchange is left; None where not even that fits, or nothing could be left out.
 
-    Older verdicts go first, then the older part of the tail.
+    Older checks go first, then the older part of the tail.
     """
     tail = list(range(max(0, len(exchanges) - config.keep_tail), len(exchanges)))
-    older = [i for i in range(tail[0]) if exchanges[i].verdict] if tail else []
-    kept = [*older[len(older) - min(len(older), config.keep_verdicts) :], *tail]
+    older = [i for i in range(tail[0]) if exchanges[i].check] if tail else []
+    kept = [*older[len(older) - min(len(older), config.keep_checks) :], *tail]
     while len(kept) >= 1:
         if len(kept) < len(exchanges):
             tokens = renderer.start(assemble(head, exchanges, tuple(kept), ""), tools)

@@ -169,12 +169,12 @@ def test_each_turn_and_each_attempt_has_its_own_seed():
 
 
 class Long(Echo):
-    """Answers at length; what it says of a turn that begins with ``test`` is a verdict."""
+    """Answers at length; what it says of a turn that begins with ``test`` tells how a check went."""
 
     async def step(self, turn: Turn) -> Observation:
         self.turns.append(turn.text)
         said = (Message(role="tool", content=f"about {turn.text}: " + "x" * 60),)
-        return Observation(said, done=turn.text == "DONE", verdict=turn.text.startswith("test"))
+        return Observation(said, done=turn.text == "DONE", check=turn.text.startswith("test"))
 
 
 def compress(engine: Scripted, world: Echo, *, turns: int = 12, context: int = 700, **config: int):
@@ -211,13 +211,13 @@ def test_r33_a_compressed_trace_is_trained_against_the_prompts_that_were_sent():
     assert trace.usage.own_tokens == len(said)
 
 
-def test_the_task_the_verdicts_and_the_latest_turns_stay():
+def test_the_task_the_checks_and_the_latest_turns_stay():
     engine = Scripted(*WORDS)
     trace, _ = compress(engine, Long(), context=900, limit_tokens=600, keep_tail=1)
     (first, *_) = trace.compressions
     prompt = TOKENIZER.decode(engine.prompts[first.turn])
     assert "say something" in prompt and f"[{first.left_out} earlier turns were removed" in prompt
-    assert "about test one" in prompt, "an old verdict stays"
+    assert "about test one" in prompt, "an old check stays"
     latest = WORDS[first.turn - 1]
     assert f"about {latest}" in prompt
     dropped = [word for word in WORDS[1 : first.turn - 1] if f"about {word}" in prompt]
@@ -225,7 +225,7 @@ def test_the_task_the_verdicts_and_the_latest_turns_stay():
     assert (first.tokens_after, first.segment) == (len(engine.prompts[first.turn]), 1)
     assert first.tokens_before > 600 > first.tokens_after
     engine = Scripted(*WORDS)
-    trace, _ = compress(engine, Long(), context=900, limit_tokens=600, keep_tail=1, keep_verdicts=0)
+    trace, _ = compress(engine, Long(), context=900, limit_tokens=600, keep_tail=1, keep_checks=0)
     assert "about test one" not in TOKENIZER.decode(engine.prompts[trace.compressions[0].turn])
 
 

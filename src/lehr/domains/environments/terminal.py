@@ -22,7 +22,7 @@ COMMAND_S = 5.0
 SHOWN_CHARACTERS = 300
 ARTIFACT_BYTES = 8 << 20
 _CHECK = re.compile(r"\b(pytest|unittest|doctest|ctest|(make|npm|cargo|go) (test|check)|diff|cmp|sha\d+sum)\b")
-"""Commands that check something. What they print, and any failure, is a verdict."""
+"""Commands that check something. What they print, and any failure, tells how a check went."""
 _FENCE = re.compile(r"```(?:sh|bash|shell)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 
 
@@ -65,7 +65,7 @@ class _TerminalEpisode:
             return Observation(done=True)
         result = await self._run(found[1].replace("\0", ""))
         checked = result.verdict != "ok" or _CHECK.search(found[1]) is not None
-        return Observation((Message(role="tool", content=_shown(result)),), verdict=checked)
+        return Observation((Message(role="tool", content=_shown(result)),), check=checked)
 
     async def _run(self, command: str) -> ExecResult:
         """Run in the shell; where an earlier command ended it, in a new one."""
