@@ -1,4 +1,4 @@
-"""Runs or resumes a small run in a process of its own: loop.py FOLDER new|resume STEPS."""
+"""Runs or resumes a small run in a process of its own: loop.py FOLDER new|critic|resume STEPS."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ from lehr.core.episode import Evidence
 from lehr.core.task import Gold, Task
 from lehr.pipeline.recipe import EvaluationConfig, Recipe, RejectStage, RlStage, SandboxConfig, SftStage
 from lehr.pipeline.run import resume_run, start_run
+from lehr.pipeline.stages.preferences import CriticConfig
 from lehr.pipeline.stages.settings import LengthCurriculum
 from lehr.rollout.replay import ReplayConfig
 from lehr.train.base import TrainConfig
@@ -49,6 +50,22 @@ def recipe(*, steps: int = 6, bound: int = 1) -> Recipe:
     )
 
 
+def with_critic(*, steps: int) -> Recipe:
+    """PPO against verifiers alone, with a critic and a price on divergence."""
+    train = TrainConfig(learning_rate=1e-3)
+    rl = RlStage(
+        steps=steps,
+        groups_per_batch=2,
+        group_size=4,
+        passes=2,
+        checkpoint_every=2,
+        advantage="gae",
+        critic=CriticConfig(kl=0.05, passes=2, train=train),
+        train=train,
+    )
+    return recipe().model_copy(update={"stages": (rl,), "engines": 1})
+
+
 class Lines:
     """Prints every step, so that a test can wait for one."""
 
@@ -72,7 +89,8 @@ def register() -> None:
 if __name__ == "__main__":
     register()
     folder, mode = Path(sys.argv[1]), sys.argv[2]
-    if mode == "new":
-        start_run(recipe(steps=int(sys.argv[3])), folder, Lines())
+    if mode in ("new", "critic"):
+        made = recipe if mode == "new" else with_critic
+        start_run(made(steps=int(sys.argv[3])), folder, Lines())
     else:
         resume_run(folder, Lines())

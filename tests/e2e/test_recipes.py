@@ -45,4 +45,6 @@ def test_a_recipe_runs_to_its_end(file: Path, tmp_path: Path) -> None:
     assert {stage.name for stage in recipe.stages} <= done
     assert states <= {"trained", "dropped"}
     for stage in recipe.stages:
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / stage.name)
+        scores = stage.type == "reward_model"
+        kind = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+        kind.from_pretrained(tmp_path / "run" / "checkpoints" / stage.name)

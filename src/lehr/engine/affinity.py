@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import numpy as np
+from lehr.engine.bounds import packed_ids
 
 CHUNK = 64
 """Tokens by which beginnings are told apart."""
@@ -74,7 +74,7 @@ class Prefixes:
 
 def beginnings(tokens: Sequence[int]) -> list[Beginning]:
     """Return the beginnings of a prompt, the shortest first; the last is the whole of it."""
-    ids = np.asarray(tokens, np.int32)
+    ids = packed_ids(tokens)
     chain: list[Beginning] = []
     key = b""
     for end in [*range(CHUNK, len(ids), CHUNK), len(ids)]:

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -177,8 +178,8 @@ class LocalEngine:
 
         def stop() -> None:
             for request in started:
-                self._stepper.cancel(request)
-                self._waiters.pop(request, None)
+                if self._waiters.pop(request, None) is not None:
+                    self._stepper.cancel(request)
 
         try:
             async with asyncio.timeout(timeout_s):
@@ -190,7 +191,9 @@ class LocalEngine:
             raise DeadlineExceeded(f"a completion took more than {timeout_s} s") from error
         finally:
             if not (future.done() and not future.cancelled()):
-                self._post(stop)
+                future.cancel()
+                with suppress(EngineBroken):  # then it has let go of the request already
+                    self._post(stop)
 
     async def _compiled(self, sampling: Sampling) -> None:
         """Compile a constraint beside the engine's thread, one at a time; sampling goes on meanwhile."""
@@ -205,6 +208,8 @@ class LocalEngine:
             raise BadConstraint(
                 f"the constraint was not compiled within {COMPILE_S:g} s", hint="Simplify it, or try later."
             )
+        if work.cancelled():  # by close
+            self._require_alive()
         work.result()
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
@@ -284,7 +289,8 @@ class LocalEngine:
         if self._closed:
             return
         try:
-            await self.abort()
+            with suppress(EngineBroken):  # then nothing runs
+                await self.abort()
         finally:
             with self._wake:
                 self._closed = True
@@ -300,6 +306,7 @@ class LocalEngine:
 
         def run() -> None:
             try:
+                self._require_alive()
                 result = work()
             except Exception as error:  # the boundary: the caller gets it, the engine lives on
                 _call(loop, _set, answer, None, error)
@@ -316,10 +323,14 @@ class LocalEngine:
             self._wake.notify()
 
     def _require_alive(self) -> None:
-        if self._closed:
-            raise EngineBroken("the engine is closed")
+        over = self._why_over()
+        if over is not None:
+            raise over from self._broken
+
+    def _why_over(self) -> EngineBroken | None:
         if self._broken is not None:
-            raise EngineBroken(f"the engine broke down: {self._broken!r}") from self._broken
+            return EngineBroken(f"the engine broke down: {self._broken!r}")
+        return EngineBroken("the engine is closed") if self._closed else None
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -327,13 +338,13 @@ class LocalEngine:
             with self._wake:
                 while not self._commands and (self._paused or self._stepper.idle) and not self._closed:
                     self._wake.wait()
-                if self._closed:
-                    return
-                commands = list(self._commands)
-                self._commands.clear()
+                count = len(self._commands)
+            if self._closed:
+                self._let_go()
+                return
             try:
-                for command in commands:
-                    command()
+                for _ in range(count):
+                    self._commands.popleft()()
                 done = [] if self._paused else self._stepper.step()
                 for request, waiter in self._waiters.items():
                     waiter.tell(request)
@@ -353,14 +364,15 @@ class LocalEngine:
     def _break(self, error: Exception) -> None:
         with self._wake:
             self._broken = error
-            commands = list(self._commands)
-            self._commands.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Answer everybody who still waits, those who asked during the last step as well: none is to come."""
         for waiter in self._waiters.values():
-            failure = EngineBroken(f"the engine broke down: {error!r}")
-            _call(waiter.loop, _set, waiter.future, None, failure)
+            _call(waiter.loop, _set, waiter.future, None, self._why_over())
         self._waiters.clear()
-        for command in commands:
-            command()
+        while self._commands:
+            self._commands.popleft()()
 
 
 def _set(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lehr.core.batch import Manifest
 from lehr.core.trace import Completion, Sampling, Version
 from lehr.engine.base import EngineStats, InFlight
+from lehr.engine.bounds import packed_ids
 from lehr.engine.messages import (
     AbortRequest,
     ActivateRequest,
@@ -43,12 +44,12 @@ class RemoteEngine:
         self, tokens: Sequence[int], sampling: Sampling, *, session: str = "", timeout_s: float = 600.0
     ) -> Completion:
         """Return one completion; a cancelled caller cancels the request over there."""
-        body = GenerateRequest(np.asarray(tokens, dtype=np.int32), sampling, session, timeout_s)
+        body = GenerateRequest(packed_ids(tokens), sampling, session, timeout_s)
         return await self._handle.call("generate", body, returns=Completion, timeout_s=timeout_s + _SLACK_S)
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1]: the log-probability of each token after the first."""
-        body = ScoreRequest(np.asarray(tokens, dtype=np.int32), temperature)
+        body = ScoreRequest(packed_ids(tokens), temperature)
         return await self._handle.call("score", body, returns=NDArray[np.float32], timeout_s=600.0)
 
     async def pause(self) -> None:

@@ -1,6 +1,7 @@
 """Model folders in and out: Hugging Face safetensors to a :class:`Decoder` and back.
 
-A saved folder opens with ``transformers.AutoModelForCausalLM``. It appears under its name only when it is
+A saved folder opens with ``transformers.AutoModelForCausalLM``, one with a scalar head with
+``AutoModelForSequenceClassification``. It appears under its name only when it is
 complete. Any family of ``model.config.FAMILIES`` loads; another is refused by name.
 """
 
@@ -60,6 +61,18 @@ def load_decoder(
         return Decoder.from_hf(config, tensors, dtype)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error.what}", expected=error.expected, hint=error.hint) from error
+
+
+def load_scalar(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Return the model in ``folder`` with a scalar head: its own, or on a language model a new one of zeros,
+    whose every score is 0 at first.
+    """
+    config = load_config(folder)
+    if config.scalar:
+        return load_decoder(folder, dtype)
+    tensors = load_tensors(folder)
+    tensors["score.weight"] = torch.zeros(1, config.hidden_size)
+    return Decoder.from_hf(config.with_scalar_head(), tensors, dtype)
 
 
 def file_digest(path: Path) -> str:

@@ -25,6 +25,9 @@ FAMILIES = {
 }
 """``model_type`` to transformers class. SmolLM and SmolLM2 are of the type ``llama``."""
 
+CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"
+"""How the names of transformers classes end: with a vocabulary head, and with a scalar one."""
+
 MOST_LAYERS = 4096
 MOST_HEADS = 1 << 16
 
@@ -47,6 +50,8 @@ class ModelConfig(Config):
     rope: Rope = Rope()
     tied_head: bool = False
     """The head uses the weight of the embedding."""
+    scalar: bool = False
+    """The head gives one number a position instead of logits: a reward model or a critic."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -65,6 +70,14 @@ class ModelConfig(Config):
     def kv_size(self) -> int:
         """Width of all key heads together, and of all value heads."""
         return self.num_kv_heads * self.head_size
+
+    def with_scalar_head(self) -> ModelConfig:
+        """Return this shape with a scalar head, and with a padding token that ends no answer: transformers
+        takes the score at the last token that is not padding, and would otherwise skip the end of the turn.
+        """
+        ends = {None, *self.eos_ids}
+        pad = next(i for i in (self.pad_id, *self.bos_ids, *range(len(ends) + 1)) if i not in ends)
+        return self.model_copy(update={"scalar": True, "tied_head": False, "pad_id": pad})
 
     def scaled(self, scaling: RopeScaling | None) -> ModelConfig:
         """Return this shape under another position scaling, with the longest sequence that it allows."""
@@ -94,6 +107,7 @@ class ModelConfig(Config):
                 hint="Correct it, or fetch the model again.",
             )
         bias = bool(raw.get("attention_bias", False))
+        scalar = is_scalar(raw)
         rope, longest = read_rope(raw, count(raw, "max_position_embeddings", default=2048))
         return cls(
             family=family,
@@ -107,7 +121,8 @@ class ModelConfig(Config):
             max_positions=_within_window(raw, family, longest),
             norm_eps=positive(raw, "rms_norm_eps", 1e-6),
             rope=rope,
-            tied_head=bool(raw.get("tie_word_embeddings", False)),
+            tied_head=bool(raw.get("tie_word_embeddings", False)) and not scalar,
+            scalar=scalar,
             qkv_bias=bias or family == "qwen2",
             o_bias=bias and family in ("llama", "qwen3"),
             mlp_bias=bool(raw.get("mlp_bias", False)),
@@ -120,8 +135,9 @@ class ModelConfig(Config):
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """Return a ``config.json`` that transformers opens: its old keys and its new ones."""
         dynamic = self.rope.type == "dynamic"
+        name = FAMILIES[self.family]
         raw: dict[str, Any] = {
-            "architectures": [FAMILIES[self.family]],
+            "architectures": [name.replace(CAUSAL, SCALAR) if self.scalar else name],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -147,6 +163,8 @@ class ModelConfig(Config):
             "dtype": dtype,
             "torch_dtype": dtype,
         }
+        if self.scalar:
+            raw |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
         if self.family == "llama":
             raw["mlp_bias"] = self.mlp_bias
         if self.family == "mistral":
@@ -171,6 +189,19 @@ def load_config(folder: Path) -> ModelConfig:
         raise UnknownName(f"{file}: {error.what}", expected=error.expected, hint=error.hint) from error
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.what}", expected=error.expected, hint=error.hint) from error
+
+
+def is_scalar(raw: Mapping[str, Any]) -> bool:
+    """Return whether the folder holds a model with a scalar head."""
+    names: list[Any] = raw.get("architectures") or []
+    if not any(str(name).endswith(SCALAR) for name in names):
+        return False
+    labels = raw.get("num_labels") or len(raw.get("id2label") or {}) or 2
+    if labels != 1:
+        raise ConfigError(
+            f"{names[0]} with {labels} labels is a classifier", expected="num_labels = 1: a reward model"
+        )
+    return True
 
 
 def _refuse_variants(raw: Mapping[str, Any], family: str) -> None:

@@ -52,7 +52,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and head. Stateless between calls; build it with :meth:`from_hf`.
+    """Embedding, layers, final norm and head (logits, or one number where the configuration says ``scalar``).
+    Stateless between calls; build it with :meth:`from_hf`.
 
     ``embed``, ``layers[i].{attn_norm,qkv,o,mlp_norm,gate_up,down}``, ``norm`` and ``head`` are called, never
     reached into, except by the trainer, which needs real weights. A tied head shares the embedding's
@@ -67,7 +68,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = nn.Linear(config.hidden_size, 1 if config.scalar else config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
         self.rotary = Rotary(config.rope, config.head_size)
@@ -170,4 +171,4 @@ class Decoder(nn.Module):
                 yield f"{base}.self_attn.k_norm.weight", layer.k_norm.weight
         yield "model.norm.weight", self.norm.weight
         if not self.config.tied_head:
-            yield "lm_head.weight", self.head.weight
+            yield "score.weight" if self.config.scalar else "lm_head.weight", self.head.weight

@@ -17,7 +17,7 @@ def written(name: str, arguments: str, form: CallForm = "tagged") -> str:
     """Return a call as a model writes it, for the history of a conversation. ``arguments`` is JSON text."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = arguments
     if form == "bare":
         return json.dumps({"name": name, "parameters": value}, ensure_ascii=False)

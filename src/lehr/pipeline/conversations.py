@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -27,6 +27,7 @@ from lehr.model.messages import CalledFunction, ChatMessage, Part, Tool, ToolCal
 SHOWN_PROBLEMS = 8
 """Bad lines that are told one by one; of more there is a count."""
 
+T = TypeVar("T")
 TooLong = Literal["refuse", "cut"]
 
 
@@ -85,7 +86,20 @@ class Rendered:
 def read_conversations(path: Path, renderer: ChatRenderer | None = None) -> list[Conversation]:
     """Return the conversations of a file. Tool calls are written as the model of ``renderer`` writes them.
 
-    Raises :class:`ConfigError` that names every bad line, up to :data:`SHOWN_PROBLEMS`, with what was expected.
+    Raises what :func:`read_jsonl` does.
+    """
+    return read_jsonl(
+        path,
+        lambda line, where: _conversation(_parse(line), renderer, where),
+        expected='{"messages": [{"role": "user", "content": …}, {"role": "assistant", …}]}',
+    )
+
+
+def read_jsonl(path: Path, parse: Callable[[bytes, str], T], *, expected: str) -> list[T]:
+    """Return what ``parse`` makes of each line that is not blank and of its place, ``FILE:LINE``.
+
+    Raises :class:`ConfigError` that names every line for which ``parse`` raised ``ValueError``, up to
+    :data:`SHOWN_PROBLEMS`, with lines like ``expected`` as what was expected.
     """
     try:
         data = path.read_bytes()
@@ -95,13 +109,13 @@ def read_conversations(path: Path, renderer: ChatRenderer | None = None) -> list
             expected="a file with one JSON object a line",
             hint="Check the path; a relative one counts from where the command is typed.",
         ) from error
-    found: list[Conversation] = []
+    found: list[T] = []
     problems: list[str] = []
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            found.append(_conversation(_parse(line), renderer, f"{path}:{number}"))
+            found.append(parse(line, f"{path}:{number}"))
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
     if problems:
@@ -109,11 +123,11 @@ def read_conversations(path: Path, renderer: ChatRenderer | None = None) -> list
         more = [f"and {rest} more"] if rest > 0 else []
         raise ConfigError(
             "\n  ".join([f"{len(problems)} lines cannot be used:", *problems[:SHOWN_PROBLEMS], *more]),
-            expected='lines like {"messages": [{"role": "user", "content": …}, {"role": "assistant", …}]}',
+            expected=f"lines like {expected}",
             hint="Mend or remove them.",
         )
     if not found:
-        raise ConfigError(f"{path} holds no conversation", expected="one JSON object a line")
+        raise ConfigError(f"{path} is empty", expected=f"lines like {expected}")
     return found
 
 

@@ -17,8 +17,9 @@ from lehr.engine.openai.settings import OpenAIConfig
 from lehr.evals.stats import wilson
 from lehr.evals.suite import Result, Suite, run_suite
 from lehr.pipeline.asked import api_settings, open_asked
-from lehr.pipeline.models import locate_model, require_model
+from lehr.pipeline.models import context_tokens, load_renderer, locate_model, locate_reward_model, require_model
 from lehr.pipeline.observer import Observer, Silent
+from lehr.pipeline.pairs import agreement, read_pairs, reward_samples, score_gaps
 from lehr.pipeline.sampler import open_sampler
 from lehr.rollout.group import GroupRunner
 
@@ -37,6 +38,34 @@ class Row:
     high: float
     invalid: int
     causes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PairsRow:
+    """A reward model on pairs: how many got the preferred answer first (a tie is half of one), with the 95 %
+    Wilson interval of that share, and by how much it is ahead on the mean.
+    """
+
+    n: int
+    right: float
+    low: float
+    high: float
+    margin: float
+
+
+def evaluate_pairs(model: Path, file: Path) -> PairsRow:
+    """Measure the reward model ``model``, a folder or a run, on the pairs in ``file``; raises ``ConfigError``
+    naming what cannot be used of either.
+    """
+    from lehr.train.scorer import FrozenModel
+
+    folder = locate_reward_model(model)
+    pairs = read_pairs(file, load_renderer(folder), max_tokens=context_tokens(folder))
+    samples = [sample for pair in pairs for sample in reward_samples(pair)]
+    gaps = score_gaps(asyncio.run(FrozenModel.open(folder).score(samples)))
+    right = agreement(gaps)
+    low, high = wilson(round(right), len(gaps))
+    return PairsRow(len(gaps), right, low, high, sum(gaps) / len(gaps))
 
 
 def evaluate_model(

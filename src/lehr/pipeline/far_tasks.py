@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lehr.domains.catalogue import Domain
 from lehr.pipeline.recipe import DistillStage, RejectStage, Stage
+from lehr.pipeline.stages.preferences import PairSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,11 @@ def far_tasks(domains: Mapping[str, Domain], stages: Sequence[Stage], name: str,
     for stage in stages:
         if stage.name == name:
             break
-        if isinstance(stage, RejectStage) or (isinstance(stage, DistillStage) and stage.method == "off_policy"):
+        if (
+            isinstance(stage, RejectStage)
+            or (isinstance(stage, PairSource) and not stage.data)
+            or (isinstance(stage, DistillStage) and stage.method == "off_policy")
+        ):
             taken += stage.tasks
     names = list(domains)
     found: list[FarTask] = []

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from lehr.core.errors import ConfigError, MissingDependency, UnknownName
 from lehr.ledger.reader import LedgerReader
 from lehr.model.chat import ChatRenderer
-from lehr.model.config import load_config
+from lehr.model.config import is_scalar, load_config
 from lehr.model.fetch import MODELS, fetch, home, locate, ready_home
 from lehr.model.outline import outline
 from lehr.model.tokenizer import ByteTokenizer, load_tokenizer
+from lehr.model.values import read_json
 from lehr.model.weights import weight_files
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.observer import Observer
+from lehr.pipeline.recipe import Stage
 
 TINY = "tiny"
 """A random model of a few layers with a byte tokenizer, built on the spot."""
@@ -57,6 +60,7 @@ def _placed(name: str, only_sampled: bool) -> Path:
             "model", name, [TINY, *MODELS], hint="A path to a Hugging Face folder works as well."
         )
     folder = locate(name)
+    _require_language_model(folder)
     if only_sampled:
         _require_known_or_transformers(folder)
     else:
@@ -64,6 +68,15 @@ def _placed(name: str, only_sampled: bool) -> Path:
     weight_files(folder)
     load_renderer(folder)
     return folder
+
+
+def _require_language_model(folder: Path) -> None:
+    if is_scalar(read_json(folder / "config.json")):
+        raise ConfigError(
+            f"{folder} holds a reward model, which answers nothing",
+            expected="a language model",
+            hint="`lehr eval --pairs FILE --model FOLDER` says how often it prefers the better answer.",
+        )
 
 
 def _require_trainable(folder: Path) -> None:
@@ -99,7 +112,37 @@ def trained_model(run: Path) -> Path:
 
 
 def last_stage(run: Path) -> str | None:
-    """Return the name of the run's last finished stage that is not a control, or None if there is none yet."""
+    """Return the name of the run's last finished stage that is no control and no reward model, or None if there
+    is none yet.
+    """
+    return _last(run, lambda stage: stage.type not in ("control", "reward_model"))
+
+
+def locate_reward_model(path: Path) -> Path:
+    """Return the folder of a reward model: ``path`` itself, or what the last finished ``reward_model`` stage of
+    the run in ``path`` left.
+
+    Raises ``ConfigError`` where there is none, or a model of another kind.
+    """
+    folder = path
+    if RunFolder(path).begun:
+        stage = _last(path, lambda stage: stage.type == "reward_model")
+        if stage is None:
+            raise ConfigError(
+                f"{path} has no reward model", expected="a run with a finished reward_model stage"
+            )
+        folder = RunFolder(path).require_checkpoint(stage)
+    if not load_config(folder).scalar:
+        raise ConfigError(
+            f"{folder} holds a language model, which gives no score",
+            expected="a reward model: the checkpoint of a reward_model stage, or one label in transformers",
+        )
+    weight_files(folder)
+    return folder
+
+
+def _last(run: Path, asked: Callable[[Stage], bool]) -> str | None:
+    """Return the name of the run's last finished stage that ``asked`` is true of."""
     folder, recipe = RunFolder.open(run)
     folder.require_ledger()
     if not folder.ledger.exists():
@@ -110,7 +153,7 @@ def last_stage(run: Path) -> str | None:
     finally:
         reader.close()
     for stage in reversed(recipe.stages):
-        if stage.type != "control" and stage.name in done:
+        if asked(stage) and stage.name in done:
             return stage.name
     return None
 

@@ -16,6 +16,7 @@ from lehr.core.reward import Credit
 from lehr.engine.native.settings import NativeConfig
 from lehr.pipeline.choosing import Keep
 from lehr.pipeline.conversations import TooLong
+from lehr.pipeline.stages.preferences import CriticConfig, PreferStage, RewardFrom, RewardModelStage
 from lehr.pipeline.stages.settings import DistillStage, LengthCurriculum
 from lehr.rollout.compress import CompressionConfig
 from lehr.rollout.replay import ReplayConfig
@@ -161,7 +162,26 @@ class RlStage(Config):
     """Steps between checkpoints."""
     time_limit_s: float | None = Field(default=None, gt=0)
     """Start no further step after this many seconds of the stage."""
+    reward_model: RewardFrom | None = None
+    """A reward model whose score is, or is part of, the reward. What a verifier could not judge stays so."""
+    advantage: Literal["group", "gae"] = "group"
+    """``group``: what an attempt's reward is above its group's mean. ``gae``: PPO; what each token turned out
+    better than the critic expected."""
+    critic: CriticConfig = CriticConfig()
+    """With ``advantage = "gae"``."""
     train: TrainConfig = TrainConfig(learning_rate=1e-5, warmup_steps=2)
+
+    @model_validator(mode="after")
+    def _fits(self) -> RlStage:
+        if self.reward_model is not None and self.credit != "value":
+            raise ValueError("a reward_model's score is no part of credit='passed'; set credit='value'")
+        if self.advantage == "gae" and self.negative_weight != 1:
+            raise ValueError("negative_weight is for advantage='group'; leave it out with 'gae'")
+        if self.advantage == "gae" and self.replay is not None:
+            raise ValueError("replay is for advantage='group': a critic's word on an old trace is out of date")
+        if self.critic.start == "reward_model" and self.reward_model is None:
+            raise ValueError("critic.start='reward_model' needs a reward_model")
+        return self
 
 
 class ControlStage(Config):
@@ -179,7 +199,20 @@ class ControlStage(Config):
     train: TrainConfig = TrainConfig()
 
 
-Stage = Annotated[SftStage | RejectStage | DistillStage | RlStage | ControlStage, Field(discriminator="type")]
+Stage = Annotated[
+    SftStage | RejectStage | DistillStage | PreferStage | RewardModelStage | RlStage | ControlStage,
+    Field(discriminator="type"),
+]
+
+
+def is_measured(stage: Stage) -> bool:
+    """Return whether the policy is measured after the stage. The measurement is then what ends it."""
+    return stage.type not in ("reject", "reward_model")
+
+
+def closing_name(stage: Stage) -> str:
+    """Return the name of what ends the stage in the record."""
+    return f"measure {stage.name}" if is_measured(stage) else stage.name
 
 
 class Recipe(Config):
@@ -215,7 +248,13 @@ class Recipe(Config):
         if twice:
             raise ValueError(f"stage names must be unique and not 'base'; rename {', '.join(twice)}")
         seen: set[str] = set()
+        scorers: set[str] = set()
         for stage in self.stages:
+            if isinstance(stage, RewardModelStage):
+                scorers.add(stage.name)
+            used = stage.reward_model.stage if isinstance(stage, RlStage) and stage.reward_model else ""
+            if used and used not in scorers:
+                raise ValueError(f"stage {stage.name!r} needs a reward_model stage named {used!r} before it")
             if isinstance(stage, ControlStage):
                 missing = [name for name in (stage.after, *stage.match) if name not in seen]
                 if missing:

@@ -24,12 +24,23 @@ from lehr.pipeline.cores import divide
 from lehr.pipeline.folder import RunFolder
 from lehr.pipeline.measure import measure
 from lehr.pipeline.metrics import BusyMeter, MetricsWriter
-from lehr.pipeline.models import context_tokens, load_renderer, locate_model, require_model
+from lehr.pipeline.models import context_tokens, load_renderer, locate_model, locate_reward_model, require_model
 from lehr.pipeline.observer import Observer, Silent
-from lehr.pipeline.recipe import DistillStage, Recipe, SftStage
+from lehr.pipeline.pairs import read_pairs
+from lehr.pipeline.recipe import (
+    DistillStage,
+    Recipe,
+    RewardModelStage,
+    RlStage,
+    SftStage,
+    closing_name,
+    is_measured,
+)
 from lehr.pipeline.sampler import start_engines
 from lehr.pipeline.stages.control import run_control
 from lehr.pipeline.stages.distill import run_distill
+from lehr.pipeline.stages.prefer import run_prefer, run_reward_model
+from lehr.pipeline.stages.preferences import PairSource
 from lehr.pipeline.stages.reject import run_reject
 from lehr.pipeline.stages.rl import run_rl
 from lehr.pipeline.stages.sft import run_sft
@@ -46,6 +57,7 @@ STAGES: dict[str, Callable[[Context, Any, Path], Awaitable[str | None]]] = {
     "sft": run_sft,
     "reject": run_reject,
     "distill": run_distill,
+    "prefer": run_prefer,
     "rl": run_rl,
     "control": run_control,
 }
@@ -72,6 +84,10 @@ def check_recipe(recipe: Recipe, say: Callable[[str], object] = lambda _: None) 
             read_conversations(Path(stage.data))
         elif isinstance(stage, DistillStage):
             require_teacher(stage)
+        elif isinstance(stage, PairSource) and stage.data:
+            read_pairs(Path(stage.data))
+        elif isinstance(stage, RlStage) and stage.reward_model and stage.reward_model.path:
+            locate_reward_model(Path(stage.reward_model.path))
     asked = recipe.evaluation.count
     for name in recipe.domains:
         has = open_domain(name, recipe.domain_paths).card.splits.get("heldout", 0)
@@ -92,6 +108,14 @@ def _fetch_teachers(recipe: Recipe, model: Path, observer: Observer) -> None:
             fetch_teacher(stage, model, observer)
 
 
+def _require_short_pairs(recipe: Recipe, model: Path) -> None:
+    """Refuse files with pairs that the model cannot read, before anything is trained."""
+    for stage in recipe.stages:
+        if isinstance(stage, PairSource) and stage.data:
+            limit = context_tokens(model, stage.max_tokens)
+            read_pairs(Path(stage.data), load_renderer(model), max_tokens=limit)
+
+
 def start_run(recipe: Recipe, path: Path, observer: Observer | None = None) -> RunResult:
     """Run a recipe in a new folder. Ctrl-C ends it cleanly; :func:`resume_run` goes on."""
     observer = observer or Silent()
@@ -99,6 +123,7 @@ def start_run(recipe: Recipe, path: Path, observer: Observer | None = None) -> R
     _make_ready(recipe, observer)
     model = locate_model(recipe.model, observer)
     _fetch_teachers(recipe, model, observer)
+    _require_short_pairs(recipe, model)
     folder = RunFolder.create(path, recipe)
     return asyncio.run(_run(folder, recipe, model, observer))
 
@@ -118,9 +143,9 @@ async def _run(folder: RunFolder, recipe: Recipe, model: Path, observer: Observe
     folder.require_space()
     ledger = Ledger.open(folder.ledger, digest=folder.digest)
     try:
-        done = [stage.name for stage in recipe.stages if ledger.stage_done(stage.name)]
-        last = recipe.stages[-1]
-        if ledger.stage_done(last.name if last.type == "reject" else f"measure {last.name}"):
+        policies = [stage for stage in recipe.stages if not isinstance(stage, RewardModelStage)]
+        done = [stage.name for stage in policies if ledger.stage_done(stage.name)]
+        if ledger.stage_done(closing_name(recipe.stages[-1])):
             observer.note(f"{folder.path} is finished; nothing is left to do")
             return RunResult(folder.path, {s.name: ledger.stage_seconds(s.name) for s in recipe.stages})
         start = folder.require_checkpoint(done[-1]) if done else model
@@ -142,6 +167,15 @@ async def _stages(ctx: Context, model: Path) -> None:
     await _timed(ctx, "measure base", lambda: measure(ctx, "base", split="heldout", count=base))
     for stage in ctx.recipe.stages:
         previous, current = current, ctx.folder.checkpoint(stage.name)
+        if isinstance(stage, RewardModelStage):
+            current = previous
+            if not ctx.ledger.stage_done(stage.name):
+                ctx.folder.require_space()
+                ctx.ledger.begin_stage(stage.name)
+                ctx.observer.note(await run_reward_model(ctx, stage, previous))
+                ctx.ledger.end_stage(stage.name)
+                ctx.observer.finish(stage.name, seconds=round(ctx.ledger.stage_seconds(stage.name), 1))
+            continue
         if not ctx.ledger.stage_done(stage.name):
             ctx.folder.require_space()
             ctx.ledger.begin_stage(stage.name)
@@ -155,7 +189,7 @@ async def _stages(ctx: Context, model: Path) -> None:
         elif not ctx.ledger.stage_done(f"measure {stage.name}"):
             await ctx.trainer.load(current, optimizer=False)
             await ctx.sync_weights()
-        if stage.type != "reject":
+        if is_measured(stage):
             await _timed(
                 ctx,
                 f"measure {stage.name}",

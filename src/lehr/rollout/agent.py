@@ -173,7 +173,9 @@ class AgentLoop:
             limit = limit_of(config, context_tokens=self._context_tokens, max_tokens=sampling.max_tokens)
             kept = None
             if len(grown) > limit:
-                kept = choose(task.messages, task.tools, state.exchanges, config, self._renderer, limit)
+                kept = choose(
+                    task.messages, task.tools, state.exchanges, config, self._renderer, limit, len(grown)
+                )
             if kept is not None:
                 summary, seed = await self._sum_up(config, sampling, attempt, state, number)
                 messages = assemble(task.messages, state.exchanges, kept, summary)

@@ -21,6 +21,8 @@ SUMMARY_REQUEST = (
     "remember of it to go on with the task: what you did, what came of it, what is left to do."
 )
 LEFT_OUT = "[{count} earlier turns were removed to make room.{summary}]"
+WORTH = 0.75
+"""The most of a prompt's length that may be left for compression to be worth its new prefix."""
 MARGIN_TOKENS = 64
 """Kept free for the headers of messages and for a summary's request."""
 
@@ -68,9 +70,11 @@ def choose(
     config: CompressionConfig,
     renderer: Renderer,
     limit: int,
+    before: int,
 ) -> tuple[int, ...] | None:
     """Return which exchanges to keep so that the prompt, summary included, fills half of ``limit`` at most, and
-    all of it where only the last exchange is left; None where not even that fits, or nothing could be left out.
+    all of it where only the last exchange is left; None where not even that fits, or where
+    too little of the ``before`` tokens would go.
 
     Older checks go first, then the older part of the tail.
     """
@@ -79,9 +83,10 @@ def choose(
     kept = [*older[len(older) - min(len(older), config.keep_checks) :], *tail]
     while len(kept) >= 1:
         if len(kept) < len(exchanges):
-            tokens = renderer.start(assemble(head, exchanges, tuple(kept), ""), tools)
+            noted = "-" if config.summary_tokens else ""
+            tokens = renderer.start(assemble(head, exchanges, kept, noted), tools)
             size = len(tokens) + config.summary_tokens
-            if size <= limit // 2 or (len(kept) == 1 and size <= limit):
+            if size <= limit // 2 or (len(kept) == 1 and size <= min(limit, before * WORTH)):
                 return tuple(kept)
         kept.pop(0)
     return None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
-from lehr.core.batch import Batch, Manifest, StepResult
+from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.config import Config, Dtype
 from lehr.core.trace import Version
 
-PolicyLossName = Literal["dppo_tv", "tis", "none"]
+PolicyLossName = Literal["dppo_tv", "tis", "gspo", "none"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -29,13 +32,29 @@ class TrainConfig(Config):
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
     Master weights and optimiser state are float32 always."""
     policy_loss: PolicyLossName = "dppo_tv"
-    """How the policy gradient corrects for tokens of older weights: ``dppo_tv``, ``tis`` or ``none``."""
+    """How a policy gradient corrects for tokens that older weights sampled: ``dppo_tv``, ``tis``, ``gspo`` or
+    ``none``."""
     tis_cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio under ``tis``."""
     mask_delta: float = Field(default=0.2, gt=0)
     """Probability difference beyond which ``dppo_tv`` drops a token that moves further away."""
     log_ratio_penalty: float = Field(default=1e-3, ge=0)
     """Weight of the squared log ratio under ``dppo_tv``."""
+    gspo_low: float = Field(default=3e-4, gt=0, lt=1)
+    """How far a sequence's ratio may fall below 1 under ``gspo``."""
+    gspo_high: float = Field(default=4e-4, gt=0)
+    """How far a sequence's ratio may rise above 1 under ``gspo``."""
+    mean_over: Literal["token", "sequence"] = "token"
+    """What a batch's loss is the mean of: its tokens, or its samples' own means (short ones then count as
+    much)."""
+    preference_loss: Literal["dpo", "ipo"] = "dpo"
+    """How a pair of answers teaches: ``dpo`` or ``ipo``."""
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly ``dpo`` and ``ipo`` hold on to the reference: more is closer."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs that ``dpo`` takes to be labelled wrongly."""
+    value_clip: float | None = Field(default=None, gt=0)
+    """How far a step may move a critic's value of a token; no bound where it is left out."""
     train_without_variance: bool = False
     """Also take in groups whose advantages are all zero (they then feel the log-ratio penalty)."""
 
@@ -47,6 +66,12 @@ class Trainer(Protocol):
         """Take exactly one optimiser step. A batch without loss tokens changes nothing.
 
         Raises ``Diverged`` when loss or gradient is not finite; weights are then unchanged.
+        """
+        ...
+
+    async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Return per sample the log-probability of each own token at its temperature, in order; under a scalar
+        head, the score of all that stands before the token.
         """
         ...
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lehr.core.batch import Batch, Manifest, StepResult
+import numpy as np
+from numpy.typing import NDArray
+
+from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.trace import Version
 from lehr.train.base import TrainConfig
 from lehr.train.role import Location, Share
@@ -33,6 +37,13 @@ class RemoteTrainer:
     async def step(self, batch: Batch) -> StepResult:
         """See :meth:`lehr.train.base.Trainer.step`."""
         return await self._handle.call("step", batch, returns=StepResult, timeout_s=self._step_timeout_s)
+
+    async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """See :meth:`lehr.train.base.Trainer.score`."""
+        found: list[NDArray[np.float32]] = await self._handle.call(
+            "score", tuple(samples), returns=list[np.ndarray], timeout_s=self._step_timeout_s
+        )
+        return found
 
     async def evaluate(self, batch: Batch) -> StepResult:
         """See :meth:`lehr.train.base.Trainer.evaluate`."""

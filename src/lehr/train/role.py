@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lehr.core.batch import Batch, Manifest, StepResult
+import numpy as np
+from numpy.typing import NDArray
+
+from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.config import Config
 from lehr.core.trace import Version
 from lehr.train.base import TrainConfig
@@ -27,8 +30,12 @@ class TrainerConfig(Config):
 
     model: str
     """Hugging Face folder to start from."""
-    publish_to: str
-    """Folder for published weights; a memory file system is best."""
+    publish_to: str = ""
+    """Folder for published weights; a memory file system is best. Nothing can be published without one."""
+    scalar: bool = False
+    """Under a scalar head: a critic or a reward model. A language model gets a new one."""
+    frozen: bool = False
+    """It is only asked what it says of samples; nothing that training needs is held."""
     train: TrainConfig = TrainConfig()
     seed: int = 0
     """Kept for the record: a step draws no random numbers."""
@@ -70,15 +77,19 @@ class TrainerService:
         def load() -> Any:
             from lehr.model.memory import keep_freed_memory
             from lehr.model.tokenizer import load_tokenizer
+            from lehr.train.scorer import FrozenModel
             from lehr.train.trainer import LocalTrainer
 
             keep_freed_memory()
             folder = Path(self._config.model)
+            if self._config.frozen:
+                return FrozenModel.open(folder, self._config.train, scalar=self._config.scalar)
             return LocalTrainer.open(
                 folder,
                 self._config.train,
-                publish_to=Path(self._config.publish_to),
+                publish_to=Path(self._config.publish_to) if self._config.publish_to else None,
                 tokenizer=load_tokenizer(folder),
+                scalar=self._config.scalar,
             )
 
         if self._trainer is None:
@@ -87,6 +98,10 @@ class TrainerService:
     async def step(self, batch: Batch) -> StepResult:
         """Take one optimiser step."""
         return await self._call(self._trainer.step, batch)
+
+    async def score(self, samples: tuple[Sample, ...]) -> list[NDArray[np.float32]]:
+        """Return what the model says of samples."""
+        return await self._call(self._trainer.score, samples)
 
     async def evaluate(self, batch: Batch) -> StepResult:
         """Return the loss of samples that are not trained on."""

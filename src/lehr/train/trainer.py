@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -16,17 +17,27 @@ from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.errors import ConfigError, Diverged
 from lehr.core.protocols import NullRecorder, Recorder
 from lehr.core.trace import Version
-from lehr.model.checkpoint import Savable, load_config, load_decoder, load_tensors, read_tensors, save_model
+from lehr.model.checkpoint import (
+    Savable,
+    load_config,
+    load_decoder,
+    load_scalar,
+    load_tensors,
+    read_tensors,
+    save_model,
+)
 from lehr.model.decoder import Decoder
 from lehr.model.dtype import compute_dtype
 from lehr.train.base import TrainConfig
-from lehr.train.gradient import accumulate, score
+from lehr.train.gradient import accumulate
 from lehr.train.head import TokenLoss
 from lehr.train.health import policy_health
-from lehr.train.losses import PolicyTerms, cross_entropy, policy_loss
+from lehr.train.losses import PolicyTerms, PolicyTokens, cross_entropy, policy_loss
 from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
+from lehr.train.pairs import SCALAR, critic_health, critic_loss, pair_health, pair_loss, require_pairs
 from lehr.train.publish import Publisher, write_safetensors
+from lehr.train.scorer import score_samples
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -63,9 +74,11 @@ class LocalTrainer:
         *,
         publish_to: Path | None = None,
         tokenizer: Savable | None = None,
+        scalar: bool = False,
     ) -> LocalTrainer:
-        """Load the model in ``folder``."""
-        return cls(load_decoder(folder), config, publish_to=publish_to, tokenizer=tokenizer)
+        """Load the model in ``folder``; with ``scalar``, under a scalar head."""
+        decoder = load_scalar(folder) if scalar else load_decoder(folder)
+        return cls(decoder, config, publish_to=publish_to, tokenizer=tokenizer)
 
     def _renew(self) -> None:
         dtype = compute_dtype(self.config.dtype)
@@ -84,6 +97,7 @@ class LocalTrainer:
         """See :meth:`lehr.train.base.Trainer.step`."""
         begun = time.perf_counter()
         samples = trainable(batch, self.config)
+        self._require_fitting(batch, samples)
         micro = pack(samples, self.config.tokens_per_microbatch)
         count = sum(len(m.rows) for m in micro)
         metrics = {
@@ -97,9 +111,10 @@ class LocalTrainer:
         self.optimizer.clear()
         loss, logprobs = 0.0, []
         for part in micro:
-            token_loss = self._token_loss(batch, part, count)
+            weights = token_weights(part, count, len(samples), self.config)
+            token_loss, coupled = self._loss(batch, part, weights, samples)
             part_loss, part_logprobs = accumulate(
-                self.decoder, part, token_loss, self._grad_embed, self._grad_head
+                self.decoder, part, token_loss, self._grad_embed, self._grad_head, coupled=coupled
             )
             self.optimizer.collect()
             loss += part_loss
@@ -113,24 +128,53 @@ class LocalTrainer:
             )
         metrics["learning_rate"] = self.optimizer.learning_rate
         self.optimizer.step(norm)
-        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, logprobs)
+        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, logprobs, samples)
         metrics["seconds"] = time.perf_counter() - begun
         self.recorder.record("train.step", step=batch.step, **metrics)
         return StepResult(batch.step, metrics)
 
-    def _token_loss(self, batch: Batch, part: Microbatch, count: int) -> TokenLoss:
+    def _require_fitting(self, batch: Batch, samples: Sequence[Sample]) -> None:
+        scalar = self.master.config.scalar
+        if (batch.loss in SCALAR) != scalar:
+            raise ConfigError(
+                f"the loss {batch.loss!r} on a model with a {'scalar' if scalar else 'vocabulary'} head",
+                expected="reward or value for a scalar head, any other loss for a vocabulary head",
+            )
+        if batch.loss in ("preference", "reward"):
+            require_pairs(samples)
+
+    def _loss(
+        self, batch: Batch, part: Microbatch, weights_N: torch.Tensor, samples: Sequence[Sample]
+    ) -> tuple[TokenLoss, bool]:
+        """Return the loss of a micro-batch's tokens, and whether it couples them."""
         if batch.loss == "sft":
-            return lambda logprobs, _: cross_entropy(logprobs) / count
-        chosen = policy_loss(self.config.policy_loss)
-        terms = PolicyTerms(self.config.mask_delta, self.config.tis_cap, self.config.log_ratio_penalty)
-        sampled, advantages = torch.from_numpy(part.sampled), torch.from_numpy(part.advantages)
-        return lambda logprobs, cut: chosen(logprobs, sampled[cut], advantages[cut], terms) / count
+            return lambda logprobs, cut: cross_entropy(logprobs) * weights_N[cut], False
+        if batch.loss == "value":
+            return critic_loss(part, weights_N, self.config.value_clip), False
+        if batch.loss in ("preference", "reward"):
+            return pair_loss(part, samples, batch.loss, self.config), True
+        chosen, terms, tokens = policy_loss(self.config.policy_loss), self._terms(), policy_tokens(part)
+        return (
+            lambda logprobs, cut: chosen.function(logprobs, tokens[cut], terms) * weights_N[cut],
+            chosen.coupled,
+        )
+
+    def _terms(self) -> PolicyTerms:
+        return PolicyTerms(**{f.name: getattr(self.config, f.name) for f in dataclasses.fields(PolicyTerms)})
 
     def _health(
-        self, batch: Batch, micro: Sequence[Microbatch], logprobs: Sequence[torch.Tensor]
+        self,
+        batch: Batch,
+        micro: Sequence[Microbatch],
+        logprobs: Sequence[torch.Tensor],
+        samples: Sequence[Sample],
     ) -> dict[str, float]:
         if batch.loss == "sft":
             return {}
+        if batch.loss == "value":
+            return critic_health(micro, logprobs)
+        if batch.loss in ("preference", "reward"):
+            return pair_health(micro, logprobs, samples, batch.loss, self.config)
         return policy_health(
             torch.cat(list(logprobs)),
             torch.from_numpy(np.concatenate([m.sampled for m in micro])),
@@ -140,13 +184,8 @@ class LocalTrainer:
         )
 
     async def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Return per sample the log-probability of each own token at its temperature, in order."""
-        found = [np.zeros(int(s.own.sum()), np.float32) for s in samples]
-        for part in pack(samples, self.config.tokens_per_microbatch):
-            values = score(self.decoder, part).numpy()
-            for index in np.unique(part.samples):
-                found[index][:] = values[part.samples == index]
-        return found
+        """See :meth:`lehr.train.base.Trainer.score`."""
+        return score_samples(self.decoder, samples, self.config.tokens_per_microbatch)
 
     async def evaluate(self, batch: Batch) -> StepResult:
         """See :meth:`lehr.train.base.Trainer.evaluate`."""
@@ -172,10 +211,12 @@ class LocalTrainer:
 
     async def load(self, path: Path, *, optimizer: bool = True) -> None:
         """See :meth:`lehr.train.base.Trainer.load`."""
-        if load_config(path) != self.master.config:
+        config = load_config(path)
+        widened = self.master.config.scalar and config.with_scalar_head() == self.master.config
+        if config != self.master.config and not widened:
             raise ConfigError(f"{path} holds a model of another shape", hint="Open it as a model of its own.")
         state = read_tensors(path / OPTIMIZER) if optimizer else None
-        self.master.load_hf(load_tensors(path))
+        self.master.load_hf(load_scalar(path).to_hf() if widened else load_tensors(path))
         self._renew()
         if state is not None:
             self.optimizer.restore(state)
@@ -191,6 +232,21 @@ class LocalTrainer:
             self._publisher.clear()
 
 
+def policy_tokens(part: Microbatch) -> PolicyTokens:
+    """Return what policy losses are told of a micro-batch's loss tokens."""
+    return PolicyTokens(*map(torch.from_numpy, (part.sampled, part.advantages, part.samples)))
+
+
+def token_weights(part: Microbatch, tokens: int, samples: int, config: TrainConfig) -> torch.Tensor:
+    """Return what the loss of each loss token is multiplied by, float32 ``[N]``, so that the sum over the whole
+    batch of ``tokens`` loss tokens and ``samples`` samples is the mean that is asked for.
+    """
+    if config.mean_over == "token":
+        return torch.full((len(part.rows),), 1 / tokens)
+    _, row_N, lengths = np.unique(part.samples, return_inverse=True, return_counts=True)
+    return torch.from_numpy((1 / (samples * lengths[row_N])).astype(np.float32))
+
+
 def trainable(batch: Batch, config: TrainConfig) -> list[Sample]:
     """Return the samples that carry a signal.
 
@@ -199,7 +255,7 @@ def trainable(batch: Batch, config: TrainConfig) -> list[Sample]:
     and its tokens do not count in the denominator.
     """
     samples = [s for s in batch.samples if s.own.any()]
-    if batch.loss == "sft" or config.train_without_variance:
+    if batch.loss != "policy_gradient" or config.train_without_variance:
         return samples
     alive = {s.prefix or str(i) for i, s in enumerate(samples) if np.any(s.advantages[s.own] != 0)}
     return [s for i, s in enumerate(samples) if (s.prefix or str(i)) in alive]

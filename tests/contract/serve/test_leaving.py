@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -115,9 +119,17 @@ def test_a_token_that_was_given_is_not_printed(start: Start, script: Script) -> 
     server = start(script.folder, "--name", "another")
     with server.client() as client:
         assert [model.id for model in client.models.list()] == ["another"]
-    assert server.end() == 143
     assert server.process.stdout is not None
-    said = server.first_line + server.process.stdout.read()
+    said = server.first_line
+    while not said.endswith("Ctrl-C stops it.\n"):
+        said += server.process.stdout.readline()
+    code = re.sub("(?m)^.{9}", "", said[said.index("python   ") : said.index("\nWhere a shell")])
+    tried = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"LEHR_TOKEN": TOKEN}, capture_output=True, timeout=60
+    )
+    assert tried.returncode == 0, tried.stderr.decode()
+    assert server.end() == 143
+    said += server.process.stdout.read()
     assert TOKEN not in said and "serving another" in said and server.address in said
     assert "curl " in said and "OpenAI(base_url=" in said
 

@@ -236,3 +236,15 @@ def test_adapters_that_do_not_fit_are_refused_by_name(bench: Any, tmp_path: Path
     with pytest.raises(UnknownName, match="None is loaded"):
         engine.submit([1], Sampling(adapter="a"))
     assert engine.idle
+
+
+def test_an_adapter_that_overflows_ends_its_own_requests_only(bench: Any, tmp_path: Path) -> None:
+    engine = bench.engine(draft_tokens=4)
+    write(tmp_path / "a", bench.decoder(), 1, lora_alpha=3e38)
+    load(engine, "a", tmp_path / "a")
+    plain = engine.submit(bench.prompt(30), Sampling(max_tokens=12, seed=1))
+    broken = [engine.submit(bench.prompt(30), Sampling(max_tokens=12, adapter="a")) for _ in range(2)]
+    bench.run(engine, plain, *broken)
+    assert all("the adapter 'a' gives logits that are not finite" in str(r.error) for r in broken)
+    assert plain.own == 12 and bench.agrees(plain)
+    assert engine.stats().blocks_held == 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, RequestTooLarge
+from lehr.engine.bounds import packed_ids
 from lehr.engine.native.packing import pack
 from lehr.engine.native.stops import cut, find_stop
 from lehr.model.tokenizer import ByteTokenizer
@@ -132,6 +134,74 @@ def test_nothing_and_nonsense(bench: Any) -> None:
         with pytest.raises(EngineError):
             engine.submit(tokens, sampling)
     assert engine.idle and engine.step() == []
+
+
+NAN, INFINITE = float("nan"), float("inf")
+UNUSABLE: list[tuple[str, Any]] = [
+    *(("temperature", value) for value in (NAN, INFINITE, -0.5, 1e-40, 1e-300, "hot", None)),
+    *(("top_p", value) for value in (NAN, 0, -1, 1.5, None)),
+    *(("top_k", value) for value in (1 << 63, 10**30, -1, 1.5, NAN)),
+    *(("max_tokens", value) for value in (NAN, 2.5, -1, "3", None)),
+    *(("alternatives", value) for value in (-1, 1.5, NAN)),
+    *(("seed", value) for value in (1.5, NAN, "a")),
+    *(("stop", value) for value in ("abc", (3,), ("\ud800",), (b"a",))),
+    *(("adapter", value) for value in (None, 3)),
+    ("constraint", "x"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), UNUSABLE)
+def test_what_no_step_could_draw_with_is_refused_and_others_go_on(bench: Any, name: str, value: Any) -> None:
+    engine = bench.engine()
+    other = engine.submit(bench.prompt(20), Sampling(max_tokens=3, seed=1))
+    sampling = Sampling(**{"max_tokens": 4, name: value})
+    with pytest.raises(EngineError, match=f"cannot sample with {name}="):
+        engine.submit([1, 2], sampling)
+    bench.run(engine, other)
+    assert bench.agrees(other)
+
+
+@pytest.mark.parametrize("tokens", [[1.5], [NAN], ["a"], [None], [[1]], [10**12], [-1]])
+def test_only_token_ids_are_a_prompt_and_a_text_to_score(bench: Any, tokens: Any) -> None:
+    engine = bench.engine()
+    for ask in (lambda: engine.submit(tokens, Sampling()), lambda: engine.score([1, *tokens])):
+        with pytest.raises(EngineError, match=r"not a sequence of token ids|outside the vocabulary"):
+            ask()
+    with pytest.raises(EngineError, match=r"not a sequence of token ids|outside any vocabulary") as caught:
+        packed_ids([*tokens, 1 << 40])
+    assert caught.value.expected
+
+
+@pytest.mark.parametrize("temperature", [NAN, INFINITE, -1.0, 1e-40])
+def test_a_temperature_that_nothing_is_scored_at_is_refused(bench: Any, temperature: float) -> None:
+    with pytest.raises(EngineError, match="cannot score at temperature="):
+        bench.engine().score([1, 2, 3], temperature)
+
+
+def test_numbers_of_numpy_are_numbers(bench: Any) -> None:
+    engine = bench.engine()
+    mine, theirs = (
+        engine.submit(tokens, Sampling(temperature=warm, max_tokens=many, seed=seed, top_k=few))
+        for tokens, warm, many, seed, few in (
+            ([1, 2], 0.5, 4, -7, 50),
+            (np.array([1, 2]), np.float32(0.5), np.int64(4), np.int64(-7), np.int32(50)),
+        )
+    )
+    bench.run(engine, mine, theirs)
+    assert mine.tokens == theirs.tokens
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 1e6])
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_the_ends_of_the_scale_of_temperatures_can_be_drawn_at(
+    bench: Any, temperature: float, more: dict[str, Any]
+) -> None:
+    engine = bench.engine()
+    request = engine.submit(bench.prompt(20), Sampling(temperature=temperature, max_tokens=6, seed=1, **more))
+    bench.run(engine, request)
+    done = request.completion()
+    assert np.isfinite(done.logprobs).all() and np.isfinite(done.raw_logprobs).all()
+    assert (done.logprobs <= 1e-6).all() and (done.kept_mass > 0).all()
 
 
 def test_logits_that_are_not_finite_are_a_fault_of_the_engine_and_no_answer(bench: Any) -> None:

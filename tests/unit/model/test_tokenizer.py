@@ -1,3 +1,5 @@
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,24 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(smollm: Path) -> None:
+    tokenizer = load_tokenizer(smollm)
+    gaps, over = [0.0], threading.Event()
+
+    def ticks() -> None:
+        last = time.perf_counter()
+        while not over.wait(0.005):
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=ticks)
+    thread.start()
+    began = time.perf_counter()
+    assert len(tokenizer.encode("1" * 1_000_000)) == 1_000_000
+    took = time.perf_counter() - began
+    over.set()
+    thread.join()
+    assert max(gaps) < took / 2

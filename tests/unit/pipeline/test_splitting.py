@@ -6,8 +6,9 @@ import torch
 
 from lehr.core.batch import Batch, Sample
 from lehr.model.tiny import tiny_decoder
-from lehr.pipeline.recipe import LengthCurriculum
+from lehr.pipeline.recipe import LengthCurriculum, RlStage
 from lehr.pipeline.splitting import split_samples
+from lehr.rollout.replay import ReplayConfig
 from lehr.train.base import TrainConfig
 from lehr.train.trainer import LocalTrainer
 
@@ -52,6 +53,11 @@ def test_r11_a_step_on_the_parts_is_the_step_on_the_whole() -> None:
     assert weights[0][0] == pytest.approx(weights[1][0], rel=1e-4)
     for name, value in weights[0][1].items():
         torch.testing.assert_close(value, weights[1][1][name], atol=2e-4, rtol=1e-3)
+
+
+def test_nothing_is_replayed_beside_a_critic() -> None:
+    with pytest.raises(ValueError, match="replay is for advantage='group'"):
+        RlStage(advantage="gae", replay=ReplayConfig())
 
 
 def test_the_limit_on_length_rises_to_its_end() -> None:

@@ -230,17 +230,22 @@ def test_the_task_the_checks_and_the_latest_turns_stay():
 
 
 def test_a_summary_is_the_models_own_and_its_seed_is_recorded():
-    engine = Scripted("one", "two", "three", "I did two things", "DONE")
-    trace, _ = compress(engine, Long(), context=800, limit_tokens=300, keep_tail=1, summary_tokens=40)
+    engine = Scripted("one", "two", "three", "four", "I did two things", "DONE")
+    trace, _ = compress(engine, Long(), context=800, limit_tokens=390, keep_tail=1, summary_tokens=40)
     (compression,) = trace.compressions
     old, new = trace.segments
-    asked = engine.samplings[3]
+    asked = engine.samplings[4]
     assert compression.summary_seed == asked.seed == derive_seed(1, "summary", 0)
     assert asked.max_tokens == 40 and asked.temperature == 0.7
-    assert "Write down what you have to remember" in TOKENIZER.decode(engine.prompts[3])
+    assert "Write down what you have to remember" in TOKENIZER.decode(engine.prompts[4])
     assert "I did two things" in TOKENIZER.decode([int(t) for t in old.tokens[old.own]])
-    assert "What you noted of them:\nI did two things" in TOKENIZER.decode(engine.prompts[4])
-    assert [int(t) for t in new.tokens[: new.turns[0]]] == engine.prompts[4]
+    assert "What you noted of them:\nI did two things" in TOKENIZER.decode(engine.prompts[5])
+    assert [int(t) for t in new.tokens[: new.turns[0]]] == engine.prompts[5]
+
+
+def test_what_would_make_little_room_is_not_left_out():
+    trace, _ = compress(Scripted("one", "two", "DONE"), Long(), limit_tokens=200, keep_tail=1)
+    assert trace.compressions == (), "one short turn less costs a new prefix and wins nothing"
 
 
 def test_where_not_even_the_last_turn_fits_the_episode_ends_as_without():

@@ -13,7 +13,7 @@ from lehr.core.task import Split
 
 
 @click.command("eval")
-@click.argument("domains", nargs=-1, required=True)
+@click.argument("domains", nargs=-1)
 @click.option(
     "--model",
     required=True,
@@ -30,6 +30,11 @@ from lehr.core.task import Split
 @click.option(
     "--api", multiple=True, metavar="KEY=VALUE", help="How to ask an openai: model; may be given several times."
 )
+@click.option(
+    "--pairs",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Instead of domains: how often a reward model prefers the better answer of a file's pairs.",
+)
 @click.option("--fast", "is_fast", is_flag=True, help="Measure the fast variant, as lehr serve --fast has it.")
 @IN
 @json_option
@@ -39,6 +44,7 @@ def eval_(
     count: int,
     split: Split,
     api: tuple[str, ...],
+    pairs: Path | None,
     is_fast: bool,
     folders: tuple[Path, ...],
     as_json: bool,
@@ -53,6 +59,8 @@ def eval_(
     openai:NAME@BASE_URL is a model behind an OpenAI-compatible API (without @BASE_URL, OpenAI's own). Its key
     is read from LEHR_API_KEY (OPENAI_API_KEY for OpenAI's own), or the variable that --api key_env=VARIABLE
     names.
+
+    --pairs takes JSON lines with a prompt, the chosen answer and the rejected one, as a reward_model stage.
     """
     from lehr.app.preflight import require_fit_host
     from lehr.app.progress import progress
@@ -60,6 +68,12 @@ def eval_(
     from lehr.engine.native.settings import NativeConfig, fast
     from lehr.pipeline.evaluate import evaluate_model
 
+    if bool(domains) == (pairs is not None):
+        raise click.UsageError("Name at least one domain, or a file with --pairs, and not both.")
+    if pairs is not None:
+        if api or is_fast:
+            raise click.UsageError("--api and --fast are for domains, not for --pairs.")
+        return _pairs(model, pairs, as_json)
     require_fit_host()
     with progress(console(stderr=True)) as observer:
         found = evaluate_model(
@@ -94,3 +108,17 @@ def eval_(
         for cause, count in row.causes.items():
             click.echo(f"{row.domain}: {count} not judged. {cause}"[:600], err=True)
     return int(nothing)
+
+
+def _pairs(model: str, file: Path, as_json: bool) -> int:
+    from lehr.app.tables import show
+    from lehr.pipeline.evaluate import evaluate_pairs
+
+    row = evaluate_pairs(Path(model), file)
+    if as_json:
+        show([asdict(row)], as_json=True)
+    else:
+        interval = f"{row.low:.1%} to {row.high:.1%}"
+        told = {"pairs": row.n, "right": f"{row.right / row.n:.1%}", "95 % interval": interval}
+        show([told | {"margin": round(row.margin, 3)}], as_json=False)
+    return 0

@@ -33,6 +33,7 @@ def _row(path: Path) -> dict[str, Any]:
     from lehr.core.errors import LehrError
     from lehr.ledger.reader import LedgerReader
     from lehr.pipeline.folder import RunFolder
+    from lehr.pipeline.recipe import closing_name
 
     row: dict[str, Any] = {
         "run": shown(path),
@@ -55,8 +56,7 @@ def _row(path: Path) -> dict[str, Any]:
             reader.close()
     except LehrError as error:
         return row | {"stage": error.what.splitlines()[0]}
-    last = recipe.stages[-1]
-    closing = last.name if last.type == "reject" else f"measure {last.name}"
+    closing = closing_name(recipe.stages[-1])
     done = {stage.name for stage in stages if stage.state == "done"}
     current = next((stage.name for stage in reversed(stages) if stage.state != "done"), None)
     return row | {"state": "done" if closing in done else "unfinished", "stage": current}

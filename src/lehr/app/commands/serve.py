@@ -193,13 +193,16 @@ async def _serve(
 def _greeting(name: str, address: str, token: str, context_tokens: int) -> str:
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
     quoted = body.replace("'", "'\\''")
+    known = 'os.environ["LEHR_TOKEN"]' if token.startswith("$") else json.dumps(token)
+    needs = "import os\n         " if token.startswith("$") else ""
+    first = "Where a shell does not know the token: export LEHR_TOKEN=…\n" if token.startswith("$") else ""
     return f"""serving {name} at {address}/v1  (context {context_tokens} tokens; token {token})
 
 curl     curl {address}/v1/chat/completions -H "Authorization: Bearer {token}" \\
            -H 'Content-Type: application/json' -d '{quoted}'
 
-python   from openai import OpenAI
-         client = OpenAI(base_url="{address}/v1", api_key="{token}")
+python   {needs}from openai import OpenAI
+         client = OpenAI(base_url="{address}/v1", api_key={known})
          client.chat.completions.create(model={name!r}, messages=[{{"role": "user", "content": "Hello"}}])
 
-Ctrl-C stops it."""
+{first}Ctrl-C stops it."""

@@ -9,7 +9,9 @@ import socket
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
+import h11
 from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lehr.app.serve.work import Service
 from lehr.core.errors import ConfigError, LehrError
@@ -17,6 +19,8 @@ from lehr.core.errors import ConfigError, LehrError
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+HEADERS_S = 20.0
+"""How long the headers of a request may take, and a connection may be silent before its first one."""
 _GRACE_S = 3.0
 _TICK_S = 0.05
 
@@ -62,6 +66,37 @@ class _Server(Server):
         self._ready()
 
 
+class _Impatient(H11Protocol):
+    """Closes connections that do not come to the end of a request's headers; what follows them has the
+    request's own deadline.
+    """
+
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Expect headers from now on."""
+        super().connection_made(transport)
+        self._due = self.loop.call_later(HEADERS_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Expect headers for as long as none are complete."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._cancel()
+        elif self._due is None:
+            self._due = self.loop.call_later(HEADERS_S, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Expect nothing."""
+        self._cancel()
+        super().connection_lost(exc)
+
+    def _cancel(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+
 async def listen(
     app: Starlette,
     service: Service,
@@ -73,7 +108,7 @@ async def listen(
 ) -> None:
     """Serve until cancelled. Then nothing new is taken, what runs gets ``drain_s``, and the rest is ended."""
     config = Config(
-        app, lifespan="off", ws="none", http="h11", log_config=None, access_log=False, server_header=False,
+        app, lifespan="off", ws="none", http=_Impatient, log_config=None, access_log=False, server_header=False,
         timeout_graceful_shutdown=round(drain_s + _GRACE_S),
     )  # fmt: skip
     server = _Server(config, ready)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import FailFast, Field, ValidationError, field_validator, model_validator
 
 from lehr.app.serve.errors import ApiError, unsupported
 from lehr.core.task import ToolSpec
@@ -179,11 +179,11 @@ class Body(Part):
 class ChatBody(Body):
     """``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MOST_ALTERNATIVES)
-    tools: list[Tool] = Field(default_factory=list[Tool])
+    tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list[Tool])
     tool_choice: str | NamedTool = "auto"
     response_format: Format = Field(default_factory=lambda: Format(type="text"))
 

@@ -85,7 +85,12 @@ def parse(text: str) -> Call | None:
     name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters", {}))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{text}".encode()
+    except ValueError:  # numbers that JSON does not have, or halves of characters, which no answer can carry
+        return None
+    return Call(name, text)
 
 
 def _unsure(text: str) -> int:

@@ -21,7 +21,14 @@ from lehr.core.batch import Manifest
 from lehr.core.errors import ConfigError
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, TierStats
-from lehr.engine.bounds import require_newer, require_next, require_servable
+from lehr.engine.bounds import (
+    require_newer,
+    require_next,
+    require_sampling,
+    require_servable,
+    require_temperature,
+    token_ids,
+)
 from lehr.engine.native.adapters import Adapters
 from lehr.engine.native.attention import Span, StepAttention, lengths
 from lehr.engine.native.cache import BLOCK, BlockPool, root
@@ -134,14 +141,15 @@ class NativeEngine:
 
     def prepare(self, sampling: Sampling) -> None:
         """Compile what ``sampling`` needs, so that :meth:`submit` finds it. May run in any thread."""
+        require_sampling(sampling)
         if sampling.constraint is not None:
             self._grammars.guide(sampling.constraint)
 
     def submit(self, tokens: Sequence[int], sampling: Sampling, session: str = "") -> Request:
         """Queue a request and return it. Raises :class:`RequestTooLarge` or :class:`EngineError`."""
-        prompt = list(map(int, tokens))
+        prompt = token_ids(tokens)
         self._check(prompt, sampling)
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session, int8=self._int8)
         if self._decoder.rotary.depends_on(request.longest - 1):  # the last token is never computed
             request.stretch = request.longest - 1
@@ -279,23 +287,39 @@ class NativeEngine:
             return []
         mask = self._mask(ready)
         drawn = self._draw(last_ND if len(rows) == row else last_ND[rows], ready, mask)
-        if not all(map(math.isfinite, drawn.kept_mass)):
+        done: list[Request] = []
+        first = 0
+        for piece in ready:
+            count = 1 + len(piece.draft)
+            if not all(map(math.isfinite, drawn.kept_mass[first : first + count])):
+                self._refuse_values(piece.request)
+                done.append(piece.request)
+                first += count
+                continue
+            if piece.request.own == 0:
+                self._cached_tokens += piece.request.cached_tokens
+            if self._take(piece, drawn, first, mask.dead if mask else frozenset()):
+                done.append(piece.request)
+            first += count
+        for request in reversed(done):  # the last row first: then no row moves into a place that is freed next
+            self._drop(request)
+        return done
+
+    def _refuse_values(self, request: Request) -> None:
+        """End a request whose logits are not finite because of its adapter. Raises where it has none: then the
+        weights are at fault, and every request would end so.
+        """
+        if request.adapter is None:
             raise EngineError(
                 f"the model of version {self.version} gives logits that are not finite",
                 expected="weights without NaN and infinity",
                 hint="Look at the run's last steps, or take an earlier checkpoint.",
             )
-        done: list[Request] = []
-        first = 0
-        for piece in ready:
-            if piece.request.own == 0:
-                self._cached_tokens += piece.request.cached_tokens
-            if self._take(piece, drawn, first, mask.dead if mask else frozenset()):
-                done.append(piece.request)
-            first += 1 + len(piece.draft)
-        for request in reversed(done):  # the last row first: then no row moves into a place that is freed next
-            self._drop(request)
-        return done
+        request.error = EngineError(
+            f"the adapter {request.adapter.name!r} gives logits that are not finite",
+            expected="an adapter whose products fit the compute dtype",
+            hint="Take an earlier checkpoint of it, or a smaller lora_alpha.",
+        )
 
     def _mask(self, ready: list[Piece]) -> Mask | None:
         """Return what the rows of the requests with a constraint may draw; None where there are none."""
@@ -414,8 +438,10 @@ class NativeEngine:
 
     def score(self, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1], the log-probability of each token after the first."""
-        self._check(list(tokens), Sampling(max_tokens=0))
-        return score(self._decoder, list(map(int, tokens)), temperature)
+        require_temperature(temperature)
+        prompt = token_ids(tokens)
+        self._check(prompt, Sampling(max_tokens=0))
+        return score(self._decoder, prompt, temperature)
 
     def stats(self) -> EngineStats:
         """Return a snapshot."""

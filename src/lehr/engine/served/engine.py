@@ -29,7 +29,7 @@ from lehr.engine.base import (
     UnknownSession,
     Unsupported,
 )
-from lehr.engine.bounds import require_newer, require_next, require_servable
+from lehr.engine.bounds import require_newer, require_next, require_servable, require_temperature, token_ids
 from lehr.engine.served.dialect import Dialect, Limits
 from lehr.engine.served.folders import Fetched
 from lehr.engine.served.process import ServerProcess
@@ -81,7 +81,7 @@ class ServedEngine:
         self, tokens: Sequence[int], sampling: Sampling, *, session: str = "", timeout_s: float = 600.0
     ) -> Completion:
         """Return one completion. A request whose caller was cancelled is ended at the server."""
-        prompt = list(map(int, tokens))
+        prompt = token_ids(tokens)
         self._check(prompt, sampling)
         if sampling.max_tokens == 0:
             return _nothing()
@@ -102,7 +102,8 @@ class ServedEngine:
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
         """Return float32[T-1]: the log-probability of each token after the first."""
-        prompt = list(map(int, tokens))
+        require_temperature(temperature)
+        prompt = token_ids(tokens)
         self._check(prompt, Sampling(max_tokens=1))  # servers score by sampling one token more
         if len(prompt) == 1:
             return np.zeros(0, np.float32)

@@ -26,7 +26,7 @@ from lehr.core.batch import Manifest
 from lehr.core.errors import UnknownName
 from lehr.core.trace import Sampling, Version
 from lehr.engine.base import EngineError, EngineStats, InFlight, Unsupported
-from lehr.engine.bounds import require_newer, require_next, require_servable
+from lehr.engine.bounds import require_newer, require_next, require_servable, require_temperature, token_ids
 from lehr.engine.native.cache import BLOCK
 from lehr.engine.native.ending import has_ended
 from lehr.engine.native.engine import FIRST
@@ -86,7 +86,7 @@ class TransformersCore:
 
     def submit(self, tokens: Sequence[int], sampling: Sampling, session: str = "") -> Request:
         """Queue a request and return it. Raises :class:`RequestTooLarge` or :class:`EngineError`."""
-        prompt = list(map(int, tokens))
+        prompt = token_ids(tokens)
         self._check(prompt, sampling)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = Request(next(self._ids), prompt, len(prompt), sampling, seed, session)
@@ -218,7 +218,8 @@ class TransformersCore:
         """Return float32[T-1]: log-softmax(logits / temperature) of each token after the first; temperature 0
         counts as 1. Logits exist for a few positions at a time, where the model can go on from a cache.
         """
-        ids = list(map(int, tokens))
+        require_temperature(temperature)
+        ids = token_ids(tokens)
         self._check(ids, Sampling(max_tokens=0))
         parts: list[Tensor] = [torch.zeros(0)]
         cache: Any = None

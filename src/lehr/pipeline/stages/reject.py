@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from lehr.core.batch import Sample
 from lehr.core.reward import Valid
-from lehr.core.trace import Sampling
+from lehr.pipeline.attempts import attempt
 from lehr.pipeline.choosing import Answered, Rule, choose
 from lehr.pipeline.context import Context
-from lehr.pipeline.far_tasks import far_tasks
 from lehr.pipeline.imitate import imitate
 from lehr.pipeline.recipe import RejectStage
-from lehr.pipeline.records import keep_trace
 from lehr.rollout.base import Group
-from lehr.rollout.group import GroupPlan
 
 
 async def run_reject(ctx: Context, stage: RejectStage, start: Path) -> None:
@@ -28,47 +22,12 @@ async def run_reject(ctx: Context, stage: RejectStage, start: Path) -> None:
     await ctx.trainer.load(start, optimizer=False)
     await ctx.trainer.reset(stage.train)
     await ctx.sync_weights()
-    groups = await _sample(ctx, stage)
+    groups = await attempt(ctx, stage)
     rule = Rule(stage.keep, stage.keep_per_task, stage.min_value, stage.near_duplicate)
     chosen = choose([answer for group in groups for answer in answers_of(group)], rule)
     sampled = sum(len(group.members) for group in groups)
     ctx.observer.note(f"kept {chosen.answers} answers of {sampled}: {chosen.why()}")
     await imitate(ctx, stage, chosen.samples)
-
-
-async def _sample(ctx: Context, stage: RejectStage) -> list[Group]:
-    await ctx.allot(engine=ctx.division.sampling)
-    plans = [
-        GroupPlan(
-            f"{stage.name}-{task.position:05d}-{ctx.ledger.incarnation}",
-            task.domain,
-            task.domain.problem("train", task.index),
-            stage.samples,
-            Sampling(temperature=stage.temperature),
-            ctx.recipe.seed,
-        )
-        for task in far_tasks(ctx.domains, ctx.recipe.stages, stage.name, stage.tasks)
-    ]
-    total = len(plans) * stage.samples
-    ctx.observer.stage(f"{stage.name} sample", total, "attempts")
-    done = 0
-    gate = asyncio.Semaphore(max(1, ctx.recipe.evaluation.concurrency // stage.samples))
-
-    async def one(plan: GroupPlan) -> Group:
-        nonlocal done
-        async with gate:
-            group = await ctx.runner.run(
-                plan, partial(keep_trace, ctx, stage=stage.name, domain=plan.domain.card.id)
-            )
-        done += stage.samples
-        ctx.observer.advance(done, total)
-        return group
-
-    begun = time.monotonic()
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(one(plan)) for plan in plans]
-    ctx.metrics.write(stage.name, 0, {"time/sampling_s": time.monotonic() - begun})
-    return [task.result() for task in running]
 
 
 def answers_of(group: Group) -> Iterator[Answered]:

@@ -11,8 +11,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from lehr.core.batch import Batch, Manifest
 from lehr.core.reward import Valid
@@ -22,6 +24,7 @@ from lehr.pipeline.context import Context
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.records import ENDED_EARLY, keep_trace, load_group
 from lehr.pipeline.replaying import Replaying
+from lehr.pipeline.rewarding import RewardModel, open_rewarding
 from lehr.pipeline.samples import DomainScales, to_samples
 from lehr.pipeline.splitting import split_samples
 from lehr.pipeline.stages.rl_metrics import group_metrics
@@ -33,18 +36,35 @@ from lehr.schedule.admission import Admission
 from lehr.schedule.base import Outcome
 from lehr.schedule.scheduler import PassRateScheduler, SchedulerConfig
 
+T = TypeVar("T")
+
 
 async def run_rl(ctx: Context, stage: RlStage, start: Path) -> str:
     """Train from ``start``, or from the last checkpoint inside the stage when it is resumed.
 
     Returns a sentence where the stage ended early or trained less than it was to, else nothing.
     """
-    return await RlRun(ctx, stage).run(start)
+    from lehr.pipeline.stages.ppo import PpoRun, open_critic, open_reference
+
+    scored, with_critic = stage.reward_model, stage.advantage == "gae"
+    async with AsyncExitStack() as opened:
+        async with asyncio.TaskGroup() as starting:
+
+            def begin(enter: AbstractAsyncContextManager[T]) -> asyncio.Task[T]:
+                return starting.create_task(opened.enter_async_context(enter))
+
+            reward = begin(open_rewarding(ctx, scored, start)) if scored is not None else None
+            critic = begin(open_critic(ctx, stage, start)) if with_critic else None
+            reference = begin(open_reference(ctx, start)) if with_critic and stage.critic.kl > 0 else None
+        known = reference.result() if reference is not None else None
+        run = RlRun(ctx, stage) if critic is None else PpoRun(ctx, stage, critic.result(), known)
+        run.rewarding = reward.result() if reward is not None else None
+        return await run.run(start)
 
 
 class RlRun:
     """One start of a stage. Another stage that learns from groups overrides :meth:`apply` and
-    :meth:`teaches`.
+    :meth:`teaches`; one that trains more than the policy also :meth:`save_more` and :meth:`load_more`.
     """
 
     def __init__(self, ctx: Context, stage: RlStage) -> None:
@@ -60,6 +80,7 @@ class RlRun:
         self.scales = DomainScales({})
         self.replaying = Replaying(ctx, stage.name, stage.replay, stage.credit)
         self.step = 1
+        self.rewarding: RewardModel | None = None
         self.buffer = Buffer(
             self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, teaches=self.teaches
         )
@@ -229,6 +250,12 @@ class RlRun:
         """Return why a finished group is dropped, or None where it is trained on."""
         return teaches(group, self.stage.credit)
 
+    async def save_more(self, path: Path) -> None:
+        """Save what else the run needs into a checkpoint, before it is recorded."""
+
+    async def load_more(self, path: Path | None) -> None:
+        """Take that over from a checkpoint, or begin, where there is none yet."""
+
     async def apply(
         self, step: int, groups: Sequence[Group], replays: Sequence[ReplayRow] = ()
     ) -> dict[str, float]:
@@ -247,6 +274,7 @@ class RlRun:
         ctx.folder.require_space()
         path = ctx.folder.checkpoint(stage.name, step)
         await ctx.trainer.save(path, resumable=True)
+        await self.save_more(path)
         state = {"scales": self.scales.state(), "replay": self.replaying.state()}
         previous = ctx.ledger.record_checkpoint(stage.name, step, path.name, state)
         if previous is not None and previous != path.name:
@@ -292,7 +320,12 @@ class RlRun:
 
     async def _run_group(self, plan: GroupPlan) -> Group:
         keep = partial(keep_trace, self.ctx, stage=self.stage.name, domain=plan.domain.card.id)
-        return await self.ctx.runner.run(plan, keep)
+        if self.rewarding is None:
+            return await self.ctx.runner.run(plan, keep)
+        group = await self.rewarding.rewarded(await self.ctx.runner.run(plan), plan.problem.task)
+        for member in group.members:
+            keep(member)
+        return group
 
     def _finish(self, group: Group) -> None:
         passed = sum(1 for m in group.valid if isinstance(m.reward, Valid) and m.reward.passed)
@@ -317,9 +350,12 @@ class RlRun:
         if checkpoint is None:
             await ctx.trainer.load(start, optimizer=False)
             await ctx.trainer.reset(stage.train)
+            await self.load_more(None)
         else:
             await ctx.trainer.reset(stage.train)
-            await ctx.trainer.load(ctx.folder.require_checkpoint(stage.name, checkpoint.step), optimizer=True)
+            path = ctx.folder.require_checkpoint(stage.name, checkpoint.step)
+            await ctx.trainer.load(path, optimizer=True)
+            await self.load_more(path)
             self.scales = DomainScales.restore(checkpoint.state.get("scales", {}))
             self.replaying.restore(checkpoint.state.get("replay", []))
         if view.scheduler:

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lehr.app.serve import listening
+from lehr.app.serve.errors import ApiError
 from lehr.app.serve.metrics import Meter
+from lehr.app.serve.requests import ChatBody, read
 from lehr.app.serve.server import application
 from lehr.app.serve.work import Limits, Served, Service
 from lehr.core.errors import DeadlineExceeded
@@ -259,3 +262,62 @@ def test_only_the_server_loads_the_server() -> None:
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_connections_whose_headers_do_not_end_are_closed_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "HEADERS_S", 0.3)
+
+    async def says_later(on_tokens: OnTokens | None) -> None:
+        await asyncio.sleep(0.8)
+
+    async def trickle(host: str, port: int, first: bytes) -> float:
+        """Send a byte now and then; return after how many seconds the server hung up."""
+        reader, writer = await asyncio.open_connection(host, port)
+        began = asyncio.get_running_loop().time()
+        writer.write(first)
+        hung_up = asyncio.create_task(reader.read())
+        while not hung_up.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+        writer.close()
+        return asyncio.get_running_loop().time() - began
+
+    async def what() -> None:
+        service = service_on(FakeEngine(says_later))
+        bound = listening.bind("127.0.0.1", 0)
+        host, port = bound.getsockname()[:2]
+        up = asyncio.Event()
+        serving = asyncio.create_task(
+            listening.listen(
+                application(service, "t"), service, bound, drain_s=0, ready=up.set, say=lambda _: None
+            )
+        )
+        await up.wait()
+        body = b'{"model": "m", "prompt": "a"}'
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer t\r\ncontent-length: %d\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(head % len(body) + body)
+        slow, silent = await asyncio.gather(
+            trickle(host, port, b"GET /health HTTP/1.1\r\nx-a: "), trickle(host, port, b"")
+        )
+        assert 0.25 < slow < 3 and 0.25 < silent < 3
+        assert b" 200 " in await reader.readline()
+        writer.close()
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        bound.close()
+
+    run(what())
+
+
+@pytest.mark.parametrize("field", ["messages", "tools"])
+def test_a_body_is_read_up_to_its_first_wrong_element(field: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | {field: [{}] * 1000}
+    with pytest.raises(ApiError, match=f"^{field}.0.") as caught:
+        read(ChatBody, json.dumps(body).encode())
+    assert "more fields" not in str(caught.value)

@@ -81,3 +81,23 @@ def test_text_is_not_held_back_without_need() -> None:
 
 def test_deep_json_is_no_call() -> None:
     assert parse("[" * 100_000) is None
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "[" * 3000 + "]" * 3000, "9" * 5000, "{", "NaN"])
+def test_arguments_of_earlier_calls_are_shown_whatever_they_are(arguments: str) -> None:
+    assert written("f", arguments).startswith("<tool_call>")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'{"name": "f", "arguments": {"a": "\ud800"}}',
+        r'{"name": "\udfff", "arguments": {}}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": -1e999}}',
+    ],
+)
+def test_a_call_that_no_answer_could_carry_stays_text(text: str) -> None:
+    assert parse(text) is None
+    stream = ToolStream({"f"})
+    assert [*stream.add(text), *stream.end()] == [text] and not stream.called
