@@ -9,6 +9,8 @@ from lehr.core.task import Gold, Task
 from lehr.pipeline.recipe import EvaluationConfig, Recipe, RejectStage, RlStage, SandboxConfig, SftStage
 from lehr.pipeline.run import resume_run, start_run
 from lehr.pipeline.stages.preferences import CriticConfig
+from lehr.pipeline.stages.settings import LengthCurriculum
+from lehr.rollout.replay import ReplayConfig
 from lehr.train.base import TrainConfig
 from lehr.verify.base import VERIFIERS, Score
 
@@ -38,6 +40,8 @@ def recipe(*, steps: int = 6, bound: int = 1) -> Recipe:
                 passes=2,
                 staleness_bound=bound,
                 checkpoint_every=2,
+                replay=ReplayConfig(per_step=2, rare_below=1.0),
+                length=LengthCurriculum(start=8, end=12, steps=3),
                 train=TrainConfig(learning_rate=1e-3),
             ),
         ),

@@ -52,7 +52,10 @@ def check_exactly_once(folder: Path) -> None:
     reader = LedgerReader(folder / "ledger.sqlite")
     states = reader.group_states("rl")
     batches = reader.batches("rl")
+    replayed = reader.replay_counts()
     reader.close()
+    assert set(replayed) == {(row.trace_id, batch.step) for batch in batches for row in batch.replays}
+    assert replayed and all(first == 1 for first, _ in replayed.values()), "each replayed use is recorded once"
     ends = {state.partition(":")[0] for state in states}
     assert ends <= {"trained", "dropped"}, f"groups left open: {states}"
     assert [batch.step for batch in batches] == list(range(1, STEPS + 1))

@@ -15,6 +15,7 @@ from sqlalchemy import event
 
 from lehr.core.trace import Version
 from lehr.ledger.reader import LedgerReader
+from lehr.ledger.rows import ReplayRow
 from lehr.ledger.store import Ledger
 
 STEPS, PER_BATCH, CHECKPOINT_EVERY, IN_FLIGHT = 5, 2, 2, 5
@@ -50,6 +51,15 @@ class Disk:
         self.saved: dict[str, list[str]] = {}
 
 
+def again_of(row: ReplayRow) -> str:
+    return f"again {row.trace_id}"
+
+
+def record_trace(ledger: Ledger, group_id: str) -> None:
+    names = {"group_id": group_id, "stage": "rl", "domain": "d", "task_id": "t", "blob": ""}
+    ledger.record_trace(trace_id=f"{group_id}-0", attempt=0, valid=True, value=1.0, passed=True, **names)
+
+
 def train(ledger: Ledger, disk: Disk, drop_every: int) -> list[str]:
     """Run the stage from where the record says to its end and return the final weights."""
     view = ledger.resume_view("rl")
@@ -57,7 +67,7 @@ def train(ledger: Ledger, disk: Disk, drop_every: int) -> list[str]:
     weights = list(disk.saved[view.checkpoint.path]) if view.checkpoint else []
     for batch in view.batches:
         if batch.step > done:
-            weights += [g.id for g in batch.groups]
+            weights += [g.id for g in batch.groups] + [again_of(r) for r in batch.replays]
             ledger.mark_trained("rl", batch.step, replay=True)
             done = batch.step
     ready = deque(g.id for g in view.open_groups if g.state == "complete")
@@ -65,6 +75,7 @@ def train(ledger: Ledger, disk: Disk, drop_every: int) -> list[str]:
     for group_id in again:
         ledger.reopen_group(group_id)
     drawn = view.drawn
+    before = [g.id for batch in view.batches for g in batch.groups]
     for step in range(done + 1, STEPS + 1):
         while len(ready) < PER_BATCH:
             running: list[str] = []
@@ -87,15 +98,18 @@ def train(ledger: Ledger, disk: Disk, drop_every: int) -> list[str]:
                 ledger.start_group(group_id)
                 running.append(group_id)
             for group_id in running:
+                record_trace(ledger, group_id)
                 ledger.complete_group(group_id)
                 if int(group_id[3:]) % drop_every == 0:
                     ledger.drop_group(group_id, "no_variance")
                 else:
                     ready.append(group_id)
         chosen = [ready.popleft() for _ in range(PER_BATCH)]
-        ledger.record_batch("rl", step, chosen, Version(ledger.incarnation, step))
-        weights += chosen
+        replays = [ReplayRow(f"{g}-0", g, 0.5) for g in before[-2:]]
+        ledger.record_batch("rl", step, chosen, Version(ledger.incarnation, step), replays)
+        weights += [*chosen, *map(again_of, replays)]
         ledger.mark_trained("rl", step)
+        before += chosen
         if step % CHECKPOINT_EVERY == 0:
             disk.saved[f"{step}-{ledger.incarnation}"] = list(weights)
             ledger.record_checkpoint("rl", step, f"{step}-{ledger.incarnation}")
@@ -113,7 +127,7 @@ def template() -> Iterator[Path]:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(kills=st.lists(st.integers(0, 260), max_size=6), drop_every=st.integers(2, 7))
+@given(kills=st.lists(st.integers(0, 400), max_size=6), drop_every=st.integers(2, 7))
 def test_r28_any_kills_leave_each_group_in_one_final_state(
     template: Path, kills: list[int], drop_every: int
 ) -> None:
@@ -138,9 +152,15 @@ def test_r28_any_kills_leave_each_group_in_one_final_state(
     assert {g.state for g in groups} <= {"trained", "dropped"}
     assert [g.ordinal for g in groups] == list(range(1, len(groups) + 1)), "no task is skipped"
     trained = [g.id for g in groups if g.state == "trained"]
-    assert sorted(weights) == sorted(trained), "what the weights saw is what the record says, each once"
-    assert len(weights) == len(set(weights)) == STEPS * PER_BATCH
-    assert weights == [g.id for batch in reader.batches("rl") for g in batch.groups]
+    fresh = [one for one in weights if not one.startswith("again ")]
+    assert sorted(fresh) == sorted(trained), "what the weights saw is what the record says, each once"
+    assert len(fresh) == len(set(fresh)) == STEPS * PER_BATCH
+    batches = reader.batches("rl")
+    assert weights == [x for b in batches for x in [*(g.id for g in b.groups), *map(again_of, b.replays)]]
+    replayed = reader.replay_counts()
+    assert set(replayed) == {(row.trace_id, batch.step) for batch in batches for row in batch.replays}
+    assert len(replayed) == 2 * (STEPS - 1), "each replayed use is in the record"
+    assert all(first == 1 and again <= len(kills) for first, again in replayed.values())
     uses = reader.use_counts()
     assert set(uses) == set(trained)
     assert all(first == 1 and replays <= len(kills) for first, replays in uses.values())

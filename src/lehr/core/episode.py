@@ -19,10 +19,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The environment's answer to a turn. ``messages`` are appended before the next completion."""
+    """The environment's answer to a turn. ``messages`` are appended before the next completion.
+
+    check: it tells how a check went, such as a test run; it is kept when older turns have to make room.
+    """
 
     messages: tuple[Message, ...] = ()
     done: bool = False
+    check: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,22 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Compression:
+    """Where a conversation was shortened: what follows is the segment ``segment``.
+
+    turn: number of the next completion. left_out: turns that were removed. tokens_before, tokens_after: of the
+    prompt. summary_seed: of the request for a summary, which ends the segment before; None without one.
+    """
+
+    segment: int
+    turn: int
+    left_out: int
+    tokens_before: int
+    tokens_after: int
+    summary_seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One attempt at one task. A trace with a ``failure`` is kept and is never trained on.
 
@@ -188,6 +204,7 @@ class Trace:
     spans: tuple[Span, ...] = ()
     usage: Usage = field(default_factory=Usage)
     failure: Failure | None = None
+    compressions: tuple[Compression, ...] = ()
 
     @property
     def oldest_version(self) -> Version | None:

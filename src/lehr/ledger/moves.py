@@ -18,7 +18,8 @@ from sqlalchemy import Connection, exists, func, insert, select, update
 from lehr.core.errors import LehrError
 from lehr.core.trace import Version
 from lehr.ledger.queries import OPEN_STATES
-from lehr.ledger.schema import batch_groups, batches, groups, uses
+from lehr.ledger.rows import ReplayRow
+from lehr.ledger.schema import batch_groups, batches, groups, replays, traces, uses
 
 
 class IllegalMove(LehrError, RuntimeError):
@@ -61,8 +62,15 @@ def reopen(db: Connection, group_id: str) -> None:
     move(db, group_id, "drawn", out_of=("drawn", "running", "judged"), retries=groups.c.retries + 1)
 
 
-def record_batch(db: Connection, stage: str, step: int, ids: Sequence[str], version: Version) -> None:
-    """Bind complete groups to a step, before it is taken."""
+def record_batch(
+    db: Connection,
+    stage: str,
+    step: int,
+    ids: Sequence[str],
+    version: Version,
+    replayed: Sequence[ReplayRow] = (),
+) -> None:
+    """Bind complete groups, and traces of groups that an earlier step trained, to a step before it is taken."""
     known = db.execute(select(batches.c.state).where(batches.c.stage == stage, batches.c.step == step)).scalar()
     if known is not None:
         raise IllegalMove(f"step {step} of {stage} has a batch already, which is {known}")
@@ -82,10 +90,30 @@ def record_batch(db: Connection, stage: str, step: int, ids: Sequence[str], vers
     if ids:
         rows = [{"group_id": g, "stage": stage, "step": step, "position": n} for n, g in enumerate(ids)]
         db.execute(insert(batch_groups), rows)
+    for position, row in enumerate(replayed):
+        _require_trained(db, stage, step, row)
+        values = {"trace_id": row.trace_id, "group_id": row.group_id, "advantage": row.advantage}
+        db.execute(insert(replays).values(stage=stage, step=step, position=position, **values))
+
+
+def _require_trained(db: Connection, stage: str, step: int, row: ReplayRow) -> None:
+    """Refuse to replay what was never trained, or a trace that is not of its group."""
+    found = db.execute(
+        select(groups.c.step)
+        .join(traces, traces.c.group_id == groups.c.id)
+        .where(groups.c.id == row.group_id, groups.c.stage == stage, traces.c.id == row.trace_id)
+    ).scalar()
+    if found is None or found >= step:
+        raise IllegalMove(
+            f"trace {row.trace_id} cannot be replayed in step {step}: group {row.group_id} of {stage} is "
+            f"{_describe(db, row.group_id)}",
+            expected="a trace of a group that an earlier step of the stage trained",
+        )
 
 
 def apply_batch(db: Connection, stage: str, step: int, *, replay: bool, incarnation: int) -> None:
-    """Record that the step of a batch was taken: its groups are trained, and each use is noted.
+    """Record that the step of a batch was taken: its groups are trained, and each use is noted, replayed ones
+    too.
 
     A batch that was applied before may be applied again only as a replay.
     """
@@ -114,6 +142,12 @@ def apply_batch(db: Connection, stage: str, step: int, *, replay: bool, incarnat
             {"group_id": g, "step": step, "replay": again, "incarnation": incarnation, "at": now} for g in ids
         ]
         db.execute(insert(uses), rows)
+    replayed = select(replays.c.trace_id, replays.c.group_id).where(
+        replays.c.stage == stage, replays.c.step == step
+    )
+    for trace_id, group_id in db.execute(replayed.order_by(replays.c.position)).all():
+        use = {"group_id": group_id, "trace_id": trace_id, "step": step, "replay": again}
+        db.execute(insert(uses).values(**use, incarnation=incarnation, at=now))
 
 
 def _describe(db: Connection, group_id: str) -> str:

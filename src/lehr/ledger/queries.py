@@ -7,12 +7,13 @@ import json
 from sqlalchemy import Connection, exists, func, select
 
 from lehr.core.trace import Version
-from lehr.ledger.rows import BatchRow, GroupRow, ResumeView, StageRow, checkpoint_row, group_row
+from lehr.ledger.rows import BatchRow, GroupRow, ReplayRow, ResumeView, StageRow, checkpoint_row, group_row
 from lehr.ledger.schema import (
     batch_groups,
     batches,
     checkpoints,
     groups,
+    replays,
     run,
     scheduler_states,
     stage_spans,
@@ -46,6 +47,10 @@ def batches_of(db: Connection, stage: str) -> tuple[BatchRow, ...]:
         fields = dict(row)
         step = fields.pop("batch_step")
         members.setdefault(step, []).append(group_row(fields))  # pyright: ignore[reportArgumentType]
+    again: dict[int, list[ReplayRow]] = {}
+    replayed = select(replays).where(replays.c.stage == stage).order_by(replays.c.step, replays.c.position)
+    for row in db.execute(replayed).mappings():
+        again.setdefault(row["step"], []).append(ReplayRow(row["trace_id"], row["group_id"], row["advantage"]))
     found = db.execute(select(batches).where(batches.c.stage == stage).order_by(batches.c.step)).mappings()
     return tuple(
         BatchRow(
@@ -54,6 +59,7 @@ def batches_of(db: Connection, stage: str) -> tuple[BatchRow, ...]:
             row["state"] == "applied",
             Version.unpack(row["policy_version"]),
             tuple(members.get(row["step"], ())),
+            tuple(again.get(row["step"], ())),
         )
         for row in found
     )

@@ -112,11 +112,22 @@ class LedgerReader:
     def use_counts(self) -> dict[str, tuple[int, int]]:
         """Return for each trained group how often it was used: first uses, and replays after a crash."""
         counts: dict[str, tuple[int, int]] = {}
-        query = select(uses.c.group_id, uses.c.replay, func.count()).group_by(uses.c.group_id, uses.c.replay)
+        query = select(uses.c.group_id, uses.c.replay, func.count()).where(uses.c.trace_id.is_(None))
+        query = query.group_by(uses.c.group_id, uses.c.replay)
         with self._read() as db:
             for group_id, replay, number in db.execute(query):
                 first, again = counts.get(group_id, (0, 0))
                 counts[group_id] = (first, again + number) if replay else (first + number, again)
+        return counts
+
+    def replay_counts(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Return for each trace and each step that replayed it: uses, and uses again after a crash."""
+        counts: dict[tuple[str, int], tuple[int, int]] = {}
+        query = select(uses.c.trace_id, uses.c.step, uses.c.replay).where(uses.c.trace_id.is_not(None))
+        with self._read() as db:
+            for trace_id, step, replay in db.execute(query):
+                first, again = counts.get((trace_id, step), (0, 0))
+                counts[trace_id, step] = (first, again + 1) if replay else (first + 1, again)
         return counts
 
     def events(self, kind: str | None = None) -> tuple[EventRow, ...]:

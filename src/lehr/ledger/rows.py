@@ -65,14 +65,29 @@ class TraceRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayRow:
+    """A trace of a group that was trained before, which a later step trains again.
+
+    advantage: of each of its own tokens, the weight for how likely it was drawn folded in.
+    """
+
+    trace_id: str
+    group_id: str
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
 class BatchRow:
-    """A recorded batch, its groups in their order. ``applied`` is False between record and step."""
+    """A recorded batch, its groups and what it replays in their order. ``applied`` is False between record and
+    step.
+    """
 
     stage: str
     step: int
     applied: bool
     policy_version: Version
     groups: tuple[GroupRow, ...]
+    replays: tuple[ReplayRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

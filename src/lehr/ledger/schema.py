@@ -22,7 +22,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-HEAD = "0001"
+HEAD = "0002"
 """The newest migration. A ledger that is at it is opened without loading any migration tool."""
 
 metadata = MetaData(
@@ -143,6 +143,19 @@ batch_groups = Table(
     UniqueConstraint("stage", "step", "position"),
 )
 
+replays = Table(
+    "replays",
+    metadata,
+    Column("stage", String, primary_key=True),
+    Column("step", Integer, primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("trace_id", String, nullable=False),
+    Column("group_id", String, ForeignKey("groups.id"), nullable=False),
+    Column("advantage", Float, nullable=False),
+    ForeignKeyConstraint(["stage", "step"], ["batches.stage", "batches.step"]),
+    UniqueConstraint("stage", "step", "trace_id"),
+)
+
 uses = Table(
     "uses",
     metadata,
@@ -152,6 +165,7 @@ uses = Table(
     Column("replay", Boolean(create_constraint=False), nullable=False),
     Column("incarnation", Integer, nullable=False),
     Column("at", Float, nullable=False),
+    Column("trace_id", String),
     Index(None, "group_id"),
 )
 

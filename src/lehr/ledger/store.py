@@ -24,7 +24,7 @@ from lehr.core.trace import Version
 from lehr.ledger import moves, queries
 from lehr.ledger.database import named_errors, open_writer
 from lehr.ledger.moves import IllegalMove
-from lehr.ledger.rows import GroupRow, ResumeView
+from lehr.ledger.rows import GroupRow, ReplayRow, ResumeView
 from lehr.ledger.schema import (
     checkpoints,
     evaluations,
@@ -229,10 +229,17 @@ class Ledger:
 
     # ---- batches, checkpoints
 
-    def record_batch(self, stage: str, step: int, group_ids: Sequence[str], version: Version) -> None:
-        """Bind complete groups to ``step``, durably, before the step is taken."""
+    def record_batch(
+        self,
+        stage: str,
+        step: int,
+        group_ids: Sequence[str],
+        version: Version,
+        replays: Sequence[ReplayRow] = (),
+    ) -> None:
+        """Bind complete groups, and what is replayed, to ``step``, durably, before the step is taken."""
         with self._write() as db:
-            moves.record_batch(db, stage, step, group_ids, version)
+            moves.record_batch(db, stage, step, group_ids, version, replays)
 
     def mark_trained(self, stage: str, step: int, *, replay: bool = False) -> None:
         """Record that the step was taken. ``replay``: a batch of a dead run was applied (again)."""

@@ -120,7 +120,7 @@ async def _answer(sampler: Sampler, task: Task, domain: Domain | None, index: in
     judged = (await sampler.runner.run(plan)).members[0]
     if not judged.trace.segments:
         return Said("", judged.reward)
-    turns = tuple(turns_of(judged.trace.segments[-1], sampler.renderer))
+    turns = tuple(said for s in judged.trace.segments for said in turns_of(s, sampler.renderer))
     text = "\n".join(said for _, said in turns)
     return Said(text, judged.reward, turns, cut=judged.trace.stop == "length")
 

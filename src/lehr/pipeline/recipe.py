@@ -17,7 +17,9 @@ from lehr.engine.native.settings import NativeConfig
 from lehr.pipeline.choosing import Keep
 from lehr.pipeline.conversations import TooLong
 from lehr.pipeline.stages.preferences import CriticConfig, PreferStage, RewardFrom, RewardModelStage
-from lehr.pipeline.stages.settings import DistillStage
+from lehr.pipeline.stages.settings import DistillStage, LengthCurriculum
+from lehr.rollout.compress import CompressionConfig
+from lehr.rollout.replay import ReplayConfig
 from lehr.train.base import AdvantageConfig, AlarmConfig, TrainConfig
 
 
@@ -153,6 +155,13 @@ class RlStage(Config):
     staleness_bound: int = Field(default=1, ge=0, lt=1 << 31)
     """Batches that may be started ahead of the weights; 0 is synchronous."""
     temperature: float = Field(default=1.0, gt=0)
+    length: LengthCurriculum | None = None
+    """A limit on sampled tokens that rises with the step; none by default."""
+    replay: ReplayConfig | None = None
+    """Rare successes of earlier steps are trained on again; off by default."""
+    max_sample_tokens: Count | None = None
+    """A trace whose tokens with loss span more is trained on in several parts, split between turns; each part
+    is computed with all that stood before it. It counts once in its group all the same."""
     target_pass_rate: float = Field(default=0.5, gt=0, lt=1)
     """A domain below it gains weight, one above it loses weight, down to a floor."""
     refuse_batches: Count = 4
@@ -178,12 +187,16 @@ class RlStage(Config):
             raise ValueError("a reward_model's score is no part of credit='passed'; set credit='value'")
         if self.advantage == "gae" and self.negative_weight != 1:
             raise ValueError("negative_weight is for advantage='group'; leave it out with 'gae'")
+        if self.advantage == "gae" and self.replay is not None:
+            raise ValueError("replay is for advantage='group': a critic's word on an old trace is out of date")
         if self.critic.start == "reward_model" and self.reward_model is None:
             raise ValueError("critic.start='reward_model' needs a reward_model")
         if self.advantage == "gae" and self.needs_reference:
             raise ValueError(
                 "reference, reward_kl and train.loss_kl are for advantage='group'; with 'gae' set critic.kl"
             )
+        if self.replay is not None and (self.group.turns != "off" or self.group.scale not in ("domain", "none")):
+            raise ValueError("replay needs group.turns='off' and group.scale='domain' or 'none'")
         if self.advantage == "gae" and self.group != AdvantageConfig():
             raise ValueError("the table group is for advantage='group'; leave it out with 'gae'")
         return self
@@ -241,6 +254,9 @@ class Recipe(Config):
     """Sampling processes; the default is one per core, at most four. They share the cores and the
     ``cache_tokens`` of ``engine`` evenly, and each runs up to its ``max_running``."""
     sandbox: SandboxConfig = SandboxConfig()
+    compression: CompressionConfig | None = None
+    """Episodes whose conversation outgrows the context are compressed, in training and measuring alike; without
+    it they end there."""
 
     @model_validator(mode="after")
     def _names(self) -> Recipe:

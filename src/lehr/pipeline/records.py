@@ -36,7 +36,7 @@ def keep_trace(ctx: Context, judged: Judged, *, stage: str, domain: str) -> str:
         parts=dict(reward.parts) if isinstance(reward, Valid) else {},
         own_tokens=trace.usage.own_tokens,
         prompt_tokens=trace.usage.prompt_tokens,
-        turns=len(trace.segments[-1].turns) if trace.segments else 0,
+        turns=sum(len(segment.turns) for segment in trace.segments),
         seconds=sum(span.seconds for span in trace.spans),
     )
     return blob

@@ -236,7 +236,9 @@ async def _context(
             )
             trainer_task = starting.create_task(cluster.start(trainer_role))
         engine, trainer_handle = engine_task.result(), trainer_task.result()
-        agent = AgentLoop(engine, renderer, pool, context_tokens=context_tokens(start))
+        agent = AgentLoop(
+            engine, renderer, pool, context_tokens=context_tokens(start), compression=recipe.compression
+        )
         observer.finish("start", seconds=round(time.monotonic() - begun, 1))
         yield Context(
             recipe=recipe,

@@ -29,6 +29,7 @@ ENGINE_CODES = frozenset({"answer", "engine", "engine_broken", "request_too_larg
 class GroupPlan:
     """A group that is about to run. ``seed`` and ``id`` fix every random stream in it.
 
+    max_tokens: a limit on each completion, where it is lower than the task's own.
     retry: counts how often the group was started before (a run that was killed starts open groups again).
     """
 
@@ -39,6 +40,7 @@ class GroupPlan:
     sampling: Sampling
     seed: int
     retry: int = 0
+    max_tokens: int | None = None
 
 
 class Loop(Protocol):
@@ -92,6 +94,8 @@ class GroupRunner:
             f"{plan.id}-{number}{suffix}", plan.id, number, derive_seed(plan.seed, plan.id, number)
         )
         task, card = plan.problem.task, plan.domain.card
+        if plan.max_tokens is not None:
+            task = task.model_copy(update={"max_tokens": min(task.max_tokens, plan.max_tokens)})
         with on_behalf_of(task=task.id, attempt=attempt.trace_id, phase="attempt"):
             trace, evidence = await self._agent.run(plan.domain.environment(), task, plan.sampling, attempt)
         if trace.failure is not None:

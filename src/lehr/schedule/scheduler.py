@@ -61,6 +61,10 @@ class PassRateScheduler:
         raw = {n: multiplier(self._rate(n), self._target(n), self._config.strength) for n in self._sizes}
         return with_floor(raw, self._config.floor)
 
+    def rates(self) -> Mapping[str, float]:
+        """Return the recent pass rate of each domain; one without attempts counts as at its target."""
+        return {name: self._rate(name) for name in self._sizes}
+
     def why(self, domain: str) -> str:
         """Say in one sentence why the domain has the share that it has."""
         if domain not in self._rates:

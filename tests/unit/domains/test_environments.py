@@ -89,6 +89,11 @@ def test_long_output_is_cut_in_the_middle() -> None:
     assert len(text) < 330 and text.startswith("1\n2\n") and text.endswith("999\n1000") and "\n...\n" in text
 
 
+def test_failures_and_tests_tell_how_a_check_went() -> None:
+    seen, _ = play("terminal", [sh("echo hi"), sh("false"), sh("python3 -m unittest -h")], max_turns=5)
+    assert [observation.check for observation in seen] == [False, True, True]
+
+
 def test_a_turn_without_a_block_ends_the_episode_and_takes_no_box() -> None:
     seen, evidence = play("terminal", ["I would move the file."], files={"a.txt": "x\n"})
     assert seen[0].done and evidence.files == {"a.txt": b"x\n"}

@@ -12,6 +12,7 @@ from lehr.core.trace import Version
 from lehr.ledger.database import LedgerDamaged
 from lehr.ledger.moves import IllegalMove
 from lehr.ledger.reader import LedgerReader
+from lehr.ledger.rows import ReplayRow
 from lehr.ledger.store import Ledger
 
 V = Version(1, 0)
@@ -416,3 +417,32 @@ def test_commits_survive_the_loss_of_power(ledger: Ledger) -> None:
         assert db.execute(text("PRAGMA synchronous")).scalar() == 2
         assert db.execute(text("PRAGMA journal_mode")).scalar() == "wal"
         assert db.execute(text("PRAGMA foreign_keys")).scalar() == 1
+
+
+def test_only_a_trace_that_was_trained_before_can_be_replayed_and_once_a_step(tmp_path: Path) -> None:
+    ledger = Ledger.open(tmp_path / "l.sqlite")
+    version = Version(1, 0)
+    for number in (1, 2):
+        name = f"g{number}"
+        row = {"stage": "rl", "domain": "d", "task_id": "t"}
+        ledger.draw_group(name, **row, split="train", index=number, version=version)
+        ledger.start_group(name)
+        ledger.record_trace(
+            trace_id=f"{name}-0", group_id=name, attempt=0, blob="", valid=True, value=1, passed=True, **row
+        )
+        ledger.complete_group(name)
+    with pytest.raises(IllegalMove, match=r"g1-0 cannot be replayed in step 1: group g1 .* is complete"):
+        ledger.record_batch("rl", 1, ["g2"], version, [ReplayRow("g1-0", "g1", 0.5)])
+    ledger.record_batch("rl", 1, ["g1"], version)
+    ledger.mark_trained("rl", 1)
+    again = ReplayRow("g1-0", "g1", 0.5)
+    for wrong in (ReplayRow("g2-0", "g1", 0.5), ReplayRow("none", "g1", 0.5)):
+        with pytest.raises(IllegalMove, match="cannot be replayed in step 2"):
+            ledger.record_batch("rl", 2, ["g2"], version, [wrong])
+    with pytest.raises(Exception, match="UNIQUE"):
+        ledger.record_batch("rl", 2, ["g2"], version, [again, again])
+    ledger.record_batch("rl", 2, ["g2"], version, [again])
+    ledger.mark_trained("rl", 2)
+    (_, second) = ledger.resume_view("rl").batches
+    assert second.replays == (again,)
+    ledger.close()

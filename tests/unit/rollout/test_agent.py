@@ -12,6 +12,7 @@ from lehr.engine.base import EngineError
 from lehr.model.chat import ChatRenderer
 from lehr.model.tokenizer import ByteTokenizer
 from lehr.rollout.agent import AgentLoop, Attempt, derive_seed
+from lehr.rollout.compress import CompressionConfig
 
 TOKENIZER = ByteTokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
@@ -165,3 +166,88 @@ def test_each_turn_and_each_attempt_has_its_own_seed():
     assert engine.samplings[0].temperature == 0.7
     assert engine.samplings[0].max_tokens == 20
     assert derive_seed(1, "g", 0) == derive_seed(1, "g", 0) != derive_seed(2, "g", 0)
+
+
+class Long(Echo):
+    """Answers at length; what it says of a turn that begins with ``test`` tells how a check went."""
+
+    async def step(self, turn: Turn) -> Observation:
+        self.turns.append(turn.text)
+        said = (Message(role="tool", content=f"about {turn.text}: " + "x" * 60),)
+        return Observation(said, done=turn.text == "DONE", check=turn.text.startswith("test"))
+
+
+def compress(engine: Scripted, world: Echo, *, turns: int = 12, context: int = 700, **config: int):
+    loop = AgentLoop(
+        engine,  # type: ignore[arg-type]
+        RENDERER,
+        None,  # type: ignore[arg-type]
+        context_tokens=context,
+        compression=CompressionConfig.model_validate(config),
+    )
+    attempt = Attempt("g-0", "g", 0, seed=1)
+    return asyncio.run(loop.run(world, task(turns), Sampling(temperature=0.7), attempt))  # type: ignore[arg-type]
+
+
+WORDS = ("test one", "two", "three", "four", "five", "six", "DONE")
+
+
+def test_r33_a_compressed_trace_is_trained_against_the_prompts_that_were_sent():
+    engine = Scripted(*WORDS)
+    trace, evidence = compress(engine, Long(), limit_tokens=450, keep_tail=2)
+    assert trace.failure is None and evidence.answer == "DONE" and evidence.turns == 7
+    assert len(trace.segments) == len(trace.compressions) + 1 > 1
+    sent = iter(engine.prompts)
+    said: list[int] = []
+    for segment in trace.segments:
+        for start in segment.turns:
+            prompt = next(sent)
+            assert [int(t) for t in segment.tokens[:start]] == prompt, "what is trained on is what was sent"
+            assert len(prompt) <= 450
+        assert segment.own[segment.turns[0]] and not segment.own[: segment.turns[0]].any()
+        said += [int(t) for t in segment.tokens[segment.own]]
+    assert next(sent, None) is None
+    assert TOKENIZER.decode(said) == "".join(WORDS), "every turn is trained on once"
+    assert trace.usage.own_tokens == len(said)
+
+
+def test_the_task_the_checks_and_the_latest_turns_stay():
+    engine = Scripted(*WORDS)
+    trace, _ = compress(engine, Long(), context=900, limit_tokens=600, keep_tail=1)
+    (first, *_) = trace.compressions
+    prompt = TOKENIZER.decode(engine.prompts[first.turn])
+    assert "say something" in prompt and f"[{first.left_out} earlier turns were removed" in prompt
+    assert "about test one" in prompt, "an old check stays"
+    latest = WORDS[first.turn - 1]
+    assert f"about {latest}" in prompt
+    dropped = [word for word in WORDS[1 : first.turn - 1] if f"about {word}" in prompt]
+    assert dropped == [] and first.left_out == first.turn - 2
+    assert (first.tokens_after, first.segment) == (len(engine.prompts[first.turn]), 1)
+    assert first.tokens_before > 600 > first.tokens_after
+    engine = Scripted(*WORDS)
+    trace, _ = compress(engine, Long(), context=900, limit_tokens=600, keep_tail=1, keep_checks=0)
+    assert "about test one" not in TOKENIZER.decode(engine.prompts[trace.compressions[0].turn])
+
+
+def test_a_summary_is_the_models_own_and_its_seed_is_recorded():
+    engine = Scripted("one", "two", "three", "four", "I did two things", "DONE")
+    trace, _ = compress(engine, Long(), context=800, limit_tokens=390, keep_tail=1, summary_tokens=40)
+    (compression,) = trace.compressions
+    old, new = trace.segments
+    asked = engine.samplings[4]
+    assert compression.summary_seed == asked.seed == derive_seed(1, "summary", 0)
+    assert asked.max_tokens == 40 and asked.temperature == 0.7
+    assert "Write down what you have to remember" in TOKENIZER.decode(engine.prompts[4])
+    assert "I did two things" in TOKENIZER.decode([int(t) for t in old.tokens[old.own]])
+    assert "What you noted of them:\nI did two things" in TOKENIZER.decode(engine.prompts[5])
+    assert [int(t) for t in new.tokens[: new.turns[0]]] == engine.prompts[5]
+
+
+def test_what_would_make_little_room_is_not_left_out():
+    trace, _ = compress(Scripted("one", "two", "DONE"), Long(), limit_tokens=200, keep_tail=1)
+    assert trace.compressions == (), "one short turn less costs a new prefix and wins nothing"
+
+
+def test_where_not_even_the_last_turn_fits_the_episode_ends_as_without():
+    trace, _ = compress(Scripted(*WORDS), Long(), context=300, limit_tokens=100)
+    assert trace.compressions == () and len(trace.segments) == 1 and trace.stop == "length"

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Literal
 
 from lehr.app.report.summary import Attempt
-from lehr.core.trace import Trace
+from lehr.core.trace import Segment, Trace
 from lehr.model.base import Renderer
 
 Speaker = Literal["prompt", "model", "environment"]
@@ -23,10 +23,11 @@ class Piece:
 
 
 def pieces_of(trace: Trace, renderer: Renderer) -> list[Piece]:
-    """Return the last segment of a trace as text, split where the speaker changes."""
-    if not trace.segments:
-        return []
-    segment = trace.segments[-1]
+    """Return the segments of a trace as text, split where the speaker changes."""
+    return [piece for segment in trace.segments for piece in _pieces(segment, renderer)]
+
+
+def _pieces(segment: Segment, renderer: Renderer) -> list[Piece]:
     pieces: list[Piece] = []
     spoken = False
     for own, run in groupby(

@@ -21,6 +21,8 @@ from lehr.sandbox.taskbox import acquire_for
 COMMAND_S = 5.0
 SHOWN_CHARACTERS = 300
 ARTIFACT_BYTES = 8 << 20
+_CHECK = re.compile(r"\b(pytest|unittest|doctest|ctest|(make|npm|cargo|go) (test|check)|diff|cmp|sha\d+sum)\b")
+"""Commands that check something. What they print, and any failure, tells how a check went."""
 _FENCE = re.compile(r"```(?:sh|bash|shell)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 
 
@@ -61,7 +63,9 @@ class _TerminalEpisode:
         found = _FENCE.search(turn.text)
         if found is None:
             return Observation(done=True)
-        return _says(_shown(await self._run(found[1].replace("\0", ""))))
+        result = await self._run(found[1].replace("\0", ""))
+        checked = result.verdict != "ok" or _CHECK.search(found[1]) is not None
+        return Observation((Message(role="tool", content=_shown(result)),), check=checked)
 
     async def _run(self, command: str) -> ExecResult:
         """Run in the shell; where an earlier command ended it, in a new one."""
@@ -130,10 +134,6 @@ async def _collect(box: Box, artifacts: tuple[str, ...]) -> Found:
         else:
             files[path if entry is not None else f"{path}/"] = entry or b""
     return Found(files, unread)
-
-
-def _says(text: str) -> Observation:
-    return Observation((Message(role="tool", content=text),))
 
 
 def _shown(result: ExecResult) -> str:

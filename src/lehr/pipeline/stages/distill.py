@@ -22,6 +22,7 @@ from lehr.core.reward import Valid
 from lehr.core.task import Message
 from lehr.core.trace import Sampling, Segment
 from lehr.engine.base import Engine
+from lehr.ledger.rows import ReplayRow
 from lehr.pipeline.choosing import Answered, Rule, choose
 from lehr.pipeline.context import Context
 from lehr.pipeline.conversations import as_line, read_conversations, to_sample
@@ -187,8 +188,11 @@ class _OnPolicy(RlRun):
         """Any answer teaches, whatever it was worth."""
         return None if any(_segments(group)) else "no_survivors"
 
-    async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Have the teacher score the batch, then take its step."""
+    async def apply(
+        self, step: int, groups: Sequence[Group], replays: Sequence[ReplayRow] = ()
+    ) -> dict[str, float]:
+        """Have the teacher score the batch, then take its step. Nothing is replayed."""
+        del replays
         parts = [(group, *part) for group in groups for part in _segments(group)]
         fitting = [part for part in parts if len(part[2]) <= self._longest]
         async with asyncio.TaskGroup() as tasks:

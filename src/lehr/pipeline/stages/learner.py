@@ -10,6 +10,7 @@ from lehr.core.batch import Batch, Sample
 from lehr.pipeline.beside import Scoring, over_tokens, score_all
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.samples import Crediting, DomainScales, cut, to_samples
+from lehr.pipeline.splitting import split_samples
 from lehr.rollout.base import Group
 from lehr.train.base import Trainer
 
@@ -17,6 +18,7 @@ from lehr.train.base import Trainer
 class Learner:
     """What it remembers between batches is in :meth:`state`, which belongs into checkpoints.
 
+    scales: the spread of rewards per domain.
     reference: says how likely the stage's first weights find a sample's tokens; None without a reference.
     """
 
@@ -25,15 +27,19 @@ class Learner:
         self.rule = Crediting(stage.credit, stage.negative_weight, stage.group, stage.reward_kl)
         self.reference: Scoring | None = None
         self._trainer = trainer
-        self._scales = DomainScales({})
+        self.scales = DomainScales({})
 
-    async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Train on a batch, in as many passes as the stage says. Returns the metrics of the first."""
+    async def apply(
+        self, step: int, groups: Sequence[Group], replayed: Sequence[Sample] = ()
+    ) -> dict[str, float]:
+        """Train on a batch and on what it replays, in as many passes as the stage says. Returns the metrics of the first."""
         stage = self.stage
         samples = cut(groups)
         if self.reference is not None:
             samples = await _scored(samples, self.reference, "reference")
-        samples = to_samples(groups, self._scales, self.rule, samples)
+            replayed = await _scored(replayed, self.reference, "reference")
+        fresh = to_samples(groups, self.scales, self.rule, samples)
+        samples = split_samples((*fresh, *replayed), stage.max_sample_tokens)
         if stage.passes > 1 and stage.train.policy_loss == "decoupled_ppo":
             samples = await _scored(samples, self._trainer, "proximal")
         batch = Batch(step, "policy_gradient", samples)
@@ -44,11 +50,11 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Return JSON-serialisable state."""
-        return {"scales": self._scales.state()}
+        return {"scales": self.scales.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over :meth:`state`."""
-        self._scales = DomainScales.restore(state.get("scales", {}))
+        self.scales = DomainScales.restore(state.get("scales", {}))
 
 
 async def _scored(samples: Sequence[Sample], model: Scoring, field: str) -> tuple[Sample, ...]:

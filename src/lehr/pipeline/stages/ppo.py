@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 
 from lehr.core.batch import Batch, Sample, StepResult
 from lehr.core.reward import Valid
+from lehr.ledger.rows import ReplayRow
 from lehr.model.weights import weight_files
 from lehr.pipeline.beside import open_beside, over_tokens, score_all
 from lehr.pipeline.context import Context
 from lehr.pipeline.rewarding import reward_folder
+from lehr.pipeline.splitting import split_samples
 from lehr.pipeline.stages.preferences import CriticConfig
 from lehr.pipeline.stages.rl import RlRun
 from lehr.rollout.base import DropReason, Group, Judged
@@ -96,14 +98,18 @@ class PpoRun(RlRun):
         else:
             await self._critic.load(path / CRITIC, optimizer=True)
 
-    async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Take the steps of policy and critic on one batch."""
+    async def apply(
+        self, step: int, groups: Sequence[Group], replays: Sequence[ReplayRow] = ()
+    ) -> dict[str, float]:
+        """Take the steps of policy and critic on one batch. Nothing is replayed."""
+        del replays
         settings, stage = self.stage.critic, self.stage
         attempts = list(attempts_of(groups))
         flat = [sample for _, samples in attempts for sample in samples]
         values = await score_all(self._critic, flat)
         reference = await score_all(self._reference, flat) if self._reference is not None else None
-        samples, costs = credited(attempts, values, reference, settings)
+        whole, costs = credited(attempts, values, reference, settings)
+        samples = split_samples(whole, stage.max_sample_tokens)
 
         async def steps(model: RemoteTrainer, batch: Batch, passes: int) -> StepResult:
             first = await model.step(batch)

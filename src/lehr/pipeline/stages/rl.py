@@ -19,10 +19,11 @@ from typing import TypeVar
 from lehr.core.batch import Manifest
 from lehr.core.reward import Valid
 from lehr.core.trace import Sampling, Version
-from lehr.ledger.rows import ResumeView
+from lehr.ledger.rows import BatchRow, ReplayRow, ResumeView
 from lehr.pipeline.context import Context
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.records import ENDED_EARLY, keep_trace, load_group
+from lehr.pipeline.replaying import Replaying
 from lehr.pipeline.rewarding import RewardModel, open_rewarding
 from lehr.pipeline.samples import teaches
 from lehr.pipeline.stages.guard import Guard
@@ -86,6 +87,8 @@ class RlRun:
         self.admission = Admission(bound=stage.staleness_bound, groups_per_batch=stage.groups_per_batch)
         self.learner = Learner(ctx.trainer, stage)
         self.guard = Guard(ctx.ledger, ctx.observer, stage.name, stage.alarms)
+        self.replaying = Replaying(ctx, stage.name, stage.replay, self.learner.rule)
+        self.step = 1
         self.rewarding: RewardModel | None = None
         self.buffer = Buffer(
             self._drop, refuse_limit=stage.refuse_batches * stage.groups_per_batch, teaches=self.teaches
@@ -153,6 +156,7 @@ class RlRun:
             if stage.time_limit_s is not None and time.monotonic() - begun > stage.time_limit_s:
                 self.why = "the time limit of the stage is reached"
                 break
+            self.step = step
             waited = time.monotonic()
             filled = await self._take()
             waited = time.monotonic() - waited
@@ -215,13 +219,15 @@ class RlRun:
         """Take a step. Returns why the run has diverged, or nothing."""
         ctx, stage = self.ctx, self.stage
         version = Version(ctx.ledger.incarnation, ctx.published)
-        ctx.ledger.record_batch(stage.name, step, [group.id for group in groups], version)
+        replays = self.replaying.draw(step, self.scheduler.rates(), self.learner.scales)
+        ctx.ledger.record_batch(stage.name, step, [group.id for group in groups], version, replays)
         begun = time.monotonic()
-        result, diverged = await self.guard.watch(step, self.apply(step, groups))
+        result, diverged = await self.guard.watch(step, self.apply(step, groups, replays))
         trained_s = time.monotonic() - begun
         ctx.ledger.mark_trained(stage.name, step)
         if not result:
             return diverged
+        self.replaying.learn(step, groups, replays)
         self.trained += 1
         await self._synced()
         self.syncing = asyncio.create_task(self._put_in_force(step, await ctx.publish_weights()))
@@ -284,9 +290,12 @@ class RlRun:
     async def load_more(self, path: Path | None) -> None:
         """Take that over from a checkpoint, or begin, where there is none yet."""
 
-    async def apply(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    async def apply(
+        self, step: int, groups: Sequence[Group], replays: Sequence[ReplayRow] = ()
+    ) -> dict[str, float]:
         """Take the step of a batch and return what the trainer reports of it."""
-        return await self.learner.apply(step, groups)
+        metrics = await self.learner.apply(step, groups, self.replaying.samples(replays))
+        return {**metrics, "replayed": float(len(replays))}
 
     async def _checkpoint(self, step: int) -> None:
         ctx, stage = self.ctx, self.stage
@@ -294,7 +303,7 @@ class RlRun:
         path = ctx.folder.checkpoint(stage.name, step)
         await ctx.trainer.save(path, resumable=True)
         await self.save_more(path)
-        state = self.learner.state() | self.guard.state()
+        state = self.learner.state() | self.guard.state() | {"replay": self.replaying.state()}
         previous = ctx.ledger.record_checkpoint(stage.name, step, path.name, state)
         if previous is not None and previous != path.name:
             ctx.folder.remove_checkpoint(previous)
@@ -335,6 +344,7 @@ class RlRun:
             Sampling(temperature=self.stage.temperature),
             self.ctx.recipe.seed,
             retry,
+            None if self.stage.length is None else self.stage.length.limit(self.step),
         )
 
     async def _run_group(self, plan: GroupPlan) -> Group:
@@ -377,6 +387,7 @@ class RlRun:
             await self.load_more(path)
             self.learner.restore(checkpoint.state)
             self.guard.restore(checkpoint.state)
+            self.replaying.restore(checkpoint.state.get("replay", []))
             self.saved = checkpoint.step
         if view.scheduler:
             self.scheduler.restore(view.scheduler)
@@ -388,15 +399,20 @@ class RlRun:
             ctx.observer.stage(f"{stage.name} replay", len(replay), "steps")
         await ctx.allot(trainer=ctx.division.training)
         for number, batch in enumerate(replay, start=1):
-            groups = [load_group(ctx, g.id, g.domain, g.task_id) for g in batch.groups]
-            _, self.why = await self.guard.watch(batch.step, self.apply(batch.step, groups))
+            groups = self._groups(batch)
+            _, self.why = await self.guard.watch(batch.step, self.apply(batch.step, groups, batch.replays))
             ctx.ledger.mark_trained(stage.name, batch.step, replay=True)
             if self.why:
                 break
+            self.replaying.learn(batch.step, groups, batch.replays)
             ctx.observer.advance(number, len(replay))
             done = batch.step
+        self.step = done + 1
         self._reopen(view, done)
         return done + 1
+
+    def _groups(self, batch: BatchRow) -> list[Group]:
+        return [load_group(self.ctx, g.id, g.domain, g.task_id) for g in batch.groups]
 
     def _reopen(self, view: ResumeView, done: int) -> None:
         ctx, stage = self.ctx, self.stage

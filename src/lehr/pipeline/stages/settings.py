@@ -1,6 +1,4 @@
-"""What the stages that learn from a teacher are told. The other stages' settings stand in
-``pipeline.recipe``.
-"""
+"""What a distill stage is told, and parts of what others are. The other stages stand in ``pipeline.recipe``."""
 
 from __future__ import annotations
 
@@ -11,6 +9,32 @@ from pydantic import Field, model_validator
 from lehr.core.config import Config, Count
 from lehr.engine.openai.settings import PREFIX
 from lehr.train.base import TrainConfig
+
+
+class LengthCurriculum(Config):
+    """Short answers first: the limit on the tokens of one completion rises in a straight line. A task's own
+    limit holds where it is lower.
+    """
+
+    start: Count
+    """At the first step."""
+    end: Count
+    """From the step ``steps`` on."""
+    steps: Count
+    """Over how many steps it rises."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> LengthCurriculum:
+        if self.end < self.start:
+            raise ValueError(
+                f"the limit falls from {self.start} to {self.end}; expected an end of at least start"
+            )
+        return self
+
+    def limit(self, step: int) -> int:
+        """Return the most tokens of a completion of a group that is drawn for ``step`` (from 1 on)."""
+        done = min(1.0, (step - 1) / max(1, self.steps - 1))
+        return round(self.start + (self.end - self.start) * done)
 
 
 class DistillStage(Config):
