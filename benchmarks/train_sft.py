@@ -1,16 +1,16 @@
-"""Supervised steps on the default model: 16 examples of 96 to 480 tokens, loss on the answers.
+"""Supervised steps on the default model: 8 examples of 96 to 480 tokens, loss on the answers.
 
 ``train.sft_tokens_per_s``: tokens of the examples, padding not counted, per second of a whole optimiser step.
 Peer: TRL's ``SFTTrainer``, on the same batch as one forward and backward, in the faster of mixed precision and
 pure bfloat16.
 ``train.peak_memory``: most memory of the process during a step, beside TRL with float32 weights and optimiser
 and bfloat16 products, which is what ours holds.
-``train.matmul_share``: the part of the measured matrix peak that a step reaches. Counted are the products of the
-model alone (layers on every token that is computed, attention on visible pairs, head on loss tokens; three
+``train.matmul_share``: the part of the measured matrix peak that a step reaches. Counted are the products of
+the model alone (layers on every token that is computed, attention on visible pairs, head on loss tokens; three
 times for forward and backward), nothing that is computed again; the peak is the best of large products in the
 same process. Beside it the same of TRL's step, to whose products no padding is counted either.
 
-All run in processes of their own and take turns.
+Each runs in a process of its own, one after the other: together they would not fit into memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.row import Row
 from benchmarks.workers import HERE, Worker, forget_peak, peak_bytes, trl_python
 
-EXAMPLES, ROUNDS = 16, 3
+EXAMPLES, ROUNDS = 8, 3
 
 
 def rows() -> Iterator[Row]:
@@ -39,34 +39,35 @@ def rows() -> Iterator[Row]:
     dtype = dtype_name(compute_dtype())
     job = {"model": str(fetch("smollm2-135m")), "examples": examples(), "dtype": dtype}
     job["threads"] = len(os.sched_getaffinity(0))
-    sides = {"ours": Worker([sys.executable, "-m", "benchmarks.train_sft"], job)}
+    commands = {"ours": [sys.executable, "-m", "benchmarks.train_sft"]}
+    for precision in ("mixed", "bfloat16") if dtype == "bfloat16" else ("float32",):
+        commands[precision] = [str(trl_python()), str(HERE / "peers" / "trl_sft.py")]
+    ready: dict[str, dict[str, Any]] = {}
     answers: dict[str, list[dict[str, Any]]] = {}
-    try:
-        for precision in ("mixed", "bfloat16") if dtype == "bfloat16" else ("float32",):
-            command = [str(trl_python()), str(HERE / "peers" / "trl_sft.py")]
-            sides[precision] = Worker(command, job | {"precision": precision})
-        for number in range(int(os.environ.get("BENCH_ROUNDS", ROUNDS)) + 1):
-            for side, worker in sides.items():
+    for side, command in commands.items():
+        worker = Worker(command, job | {"precision": side})
+        try:
+            ready[side] = worker.ready
+            for number in range(int(os.environ.get("BENCH_ROUNDS", ROUNDS)) + 1):
                 answer = worker.go()
                 print(f"    {side}: {json.dumps(answer)}", file=sys.stderr, flush=True)
                 if number:  # the first step warms up
                     answers.setdefault(side, []).append(answer)
-    finally:
-        for worker in sides.values():
+        finally:
             worker.close()
     took = {side: statistics.median(a["seconds"] for a in found) for side, found in answers.items()}
     tokens = answers["ours"][0]["tokens"]
     best = min((side for side in took if side != "ours"), key=lambda side: took[side])
-    trl = f"trl {sides[best].ready['ready']}"
+    trl = f"trl {ready[best]['ready']}"
     yield Row.throughput(
         "train.sft_tokens_per_s", tokens / took["ours"], "/s", f"{trl} {best}", tokens / took[best]
     )
-    equal = next(iter(side for side in sides if side != "ours"))
+    equal = next(side for side in ready if side != "ours")
     memory = {side: max(a["peak"] for a in answers[side]) / 2**20 for side in ("ours", equal)}
     yield Row.duration("train.peak_memory", memory["ours"], "MiB", f"{trl} {equal}", memory[equal])
-    ready = sides["ours"].ready
-    share = {side: 100 * ready["gflop"] / seconds / ready["peak_gflops"] for side, seconds in took.items()}
-    print(f"    the peak is {ready['peak_gflops']:.0f} GFLOP/s", file=sys.stderr)
+    peak = ready["ours"]["peak_gflops"]
+    share = {side: 100 * ready["ours"]["gflop"] / seconds / peak for side, seconds in took.items()}
+    print(f"    the peak is {peak:.0f} GFLOP/s", file=sys.stderr)
     yield Row.throughput("train.matmul_share", share["ours"], "%", f"{trl} {best}", share[best])
 
 

@@ -31,7 +31,7 @@ def environment(name: str, pins: tuple[str, ...]) -> Path:
 
 
 def trl_python() -> Path:
-    """Return an interpreter that has TRL: this one where the extra ``trl`` is installed, else one of its own."""
+    """Return an interpreter that has TRL: this one where that is installed, else one of its own."""
     return Path(sys.executable) if find_spec("trl") else environment("trl", TRL)
 
 

@@ -6,8 +6,8 @@ prints one line of JSON for each::
     {"model": FOLDER, "examples": [{"tokens": [id, …], "prompt": 40}, …], "precision": "mixed", "threads": 2}
     go
 
-``mixed``: float32 weights and optimiser, bfloat16 products by autocast; ``bfloat16``: weights and optimiser too.
-No gradient checkpointing, the whole batch in one forward and backward, logging and saving off.
+``mixed``: float32 weights and optimiser, bfloat16 products by autocast; ``bfloat16``: the weights and
+optimiser too. No gradient checkpointing, the whole batch in one forward and backward, logging and saving off.
 """
 
 from __future__ import annotations
