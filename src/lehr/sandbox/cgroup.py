@@ -24,6 +24,8 @@ PATIENT = {1: 1 / 32, 2: 1 / 4}
 """How much a program weighs that has computed for a while, beside one that has just begun, by the version of
 control groups. In version 1 only boxes yield by it, since they share a group; there a kernel from 5.15 on also
 lets what has just begun go before it at once (``cpu.idle``)."""
+CROWD = 8
+"""Threads of a box from which on it is kept off one core once it has computed for a while."""
 _numbers = itertools.count()
 
 
@@ -37,6 +39,8 @@ class Group:
     def __init__(self, places: Places, limits: Limits, *, hurried: bool = True) -> None:
         name = f"{owner()}-{next(_numbers)}"
         self._hurried = hurried
+        self._cpu = limits.cpu
+        self._confined = False
         self._v1: dict[str, Path] = {}
         self._v2: dict[str, Path] = {}
         cpu = places.controllers.get("cpu")
@@ -96,6 +100,9 @@ class Group:
         if on == self._hurried and not anew:
             return
         self._hurried = on
+        if on and self._confined:
+            self._confined = False
+            self._pin(sorted(os.sched_getaffinity(0)))
         share = 1.0 if on else PATIENT[1 if self._siblings else 2]
         with contextlib.suppress(OSError):  # the box has gone
             if v1 := self._v1.get("cpu"):
@@ -105,6 +112,35 @@ class Group:
                     _write(v1 / "cpu.shares", int(SHARES * share))
             if v2 := self._v2.get("cpu"):
                 _write(v2 / "cpu.weight", int(100 * share))
+
+    def confine(self) -> None:
+        """Keep a crowd off one core, so that what has just begun finds it free of forks and switches.
+
+        Nothing is lost for the box where its share of CPU time fits on the other cores. A program may put
+        itself back, until this is called again.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        if self._cpu <= len(cores) - 1 and len(self._threads()) > CROWD:
+            self._confined = True
+            self._pin(cores[1:])
+
+    def _pin(self, cores: list[int]) -> None:
+        """Let every thread run on these cores only; those that begin meanwhile are found by looking again."""
+        pinned: set[int] = set()
+        while found := self._threads() - pinned:
+            for thread in found:
+                with contextlib.suppress(OSError):  # it has ended
+                    os.sched_setaffinity(thread, cores)
+            pinned |= found
+
+    def _threads(self) -> set[int]:
+        v1 = next(iter(self._v1.values()), None)
+        v2 = next(iter(self._v2.values()), None)
+        list_of = v1 / "tasks" if v1 else v2 / "cgroup.threads" if v2 else None
+        try:
+            return {int(thread) for thread in list_of.read_text().split()} if list_of else set()
+        except OSError:  # the box has gone
+            return set()
 
     @property
     def doors(self) -> list[str]:

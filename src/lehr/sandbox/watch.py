@@ -47,9 +47,10 @@ class Meter:
         return None if now is None or self._cpu_s is None else now - self._cpu_s
 
     def slow_down(self) -> None:
-        """The program has computed for a while: it weighs no more than its neighbours from now on."""
+        """The program has computed for a while: it goes after what has just begun, a crowd on other cores."""
         if self._group:
             self._group.hurry(False)
+            self._group.confine()
 
     def refused_pids(self) -> int:
         """Forks refused since the start."""

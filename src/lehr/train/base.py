@@ -29,7 +29,7 @@ class TrainConfig(Config):
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
     Master weights and optimiser state are float32 always."""
     policy_loss: PolicyLossName = "dppo_tv"
-    """How a policy gradient corrects for tokens that older weights sampled: ``dppo_tv``, ``tis`` or ``none``."""
+    """How the policy gradient corrects for tokens of older weights: ``dppo_tv``, ``tis`` or ``none``."""
     tis_cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio under ``tis``."""
     mask_delta: float = Field(default=0.2, gt=0)

@@ -556,3 +556,35 @@ def test_a_caller_who_passes_the_wrong_type_is_told_and_the_box_lives_on() -> No
 def test_limits_of_the_wrong_type_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Limits(**wrong)
+
+
+CROWDED = """
+import os, sys, threading, time
+def compute():
+    end = time.monotonic() + 0.25
+    while time.monotonic() < end: pass
+    return os.sched_getaffinity(0)
+free = os.sched_getaffinity(0)
+over = threading.Event()
+crew = [threading.Thread(target=over.wait) for _ in range(int(sys.argv[1]))]
+for one in crew: one.start()
+kept = compute()
+os.sched_setaffinity(0, free)
+print(len(free), len(kept), len(compute()))
+over.set()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a second core: other host")
+@pytest.mark.parametrize("threads", [2, 20])
+def test_a_crowd_that_computes_leaves_one_core_to_others_and_is_put_back_each_time(threads: int) -> None:
+    cores = len(os.sched_getaffinity(0))
+
+    async def use(box: RunnerBox) -> None:
+        result = await box.exec(["python3", "-c", CROWDED, str(threads)])
+        few = cores - 1 if threads > 8 else cores
+        assert result.stdout.split() == [b"%d" % n for n in (cores, few, few)], result
+        again = await box.exec(["python3", "-c", "import os; print(len(os.sched_getaffinity(0)))"])
+        assert int(again.stdout) == cores, "the next program has all cores again"
+
+    in_box(use)
