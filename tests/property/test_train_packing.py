@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from lehr.core.batch import Sample
 from lehr.model.tiny import random_decoder, tiny_config
 from lehr.train.gradient import accumulate, score
-from lehr.train.losses import PolicyTerms, dppo_tv
+from lehr.train.losses import PolicyTerms, policy_loss
 from lehr.train.packing import pack
+from lehr.train.trainer import policy_tokens
 
 DECODER = random_decoder(tiny_config(num_layers=1, hidden_size=32), seed=3, std=0.2)
+
+LOSSES = st.sampled_from(["dppo_tv", "gspo"])
 
 
 @st.composite
@@ -42,7 +45,7 @@ def batches(draw):
     return found
 
 
-def compute(samples, budget, share):
+def compute(samples, budget, share, loss):
     names = dict(DECODER.named_parameters())
     grads = {name: torch.zeros_like(p) for name, p in names.items()}
     for name, parameter in names.items():
@@ -51,13 +54,14 @@ def compute(samples, budget, share):
     count = sum(len(m.rows) for m in micro)
     logprobs = [None] * len(samples)
     for part in micro:
-        sampled, gains = torch.from_numpy(part.sampled), torch.from_numpy(part.advantages)
+        known = policy_tokens(part)
         accumulate(
             DECODER,
             part,
-            lambda lp, cut, s=sampled, a=gains: dppo_tv(lp, s[cut], a[cut], PolicyTerms()) / count,
+            lambda lp, cut, known=known: loss.function(lp, known[cut], PolicyTerms(gspo_low=0.3)) / count,
             grads["embed.weight"],
             grads["embed.weight"],
+            coupled=loss.coupled,
         )
         values = score(DECODER, part).numpy()
         for index in np.unique(part.samples):
@@ -66,12 +70,13 @@ def compute(samples, budget, share):
 
 
 @settings(max_examples=15, deadline=None)
-@given(batches(), st.sampled_from([64, 100, 2048]), st.booleans(), st.randoms(use_true_random=False))
-def test_packing_order_and_split_change_nothing(samples, budget, share, random):
-    grads, logprobs = compute(samples, 4096, share=False)
+@given(batches(), st.sampled_from([64, 100, 2048]), st.booleans(), LOSSES, st.randoms(use_true_random=False))
+def test_packing_order_and_split_change_nothing(samples, budget, share, name, random):
+    loss = policy_loss(name)
+    grads, logprobs = compute(samples, 4096, False, loss)
     order = list(range(len(samples)))
     random.shuffle(order)
-    others, shuffled = compute([samples[i] for i in order], budget, share)
+    others, shuffled = compute([samples[i] for i in order], budget, share, loss)
     for position, index in enumerate(order):
         np.testing.assert_allclose(shuffled[position], logprobs[index], atol=1e-5)
     scale = max(float(g.abs().max()) for g in grads.values())

@@ -23,6 +23,7 @@ class Sample:
     prefix: samples with an equal prefix key may start with the same tokens; the trainer computes the
     common part once. raw ids only: nothing is decoded or tokenised again.
     reference: float32, log-probabilities under a frozen reference model, 0 where not own.
+    proximal: float32, log-probabilities under the weights before the first of several passes, 0 where not own.
     values, returns: float32, what the critic said of each own token, and what it is to learn.
     pair: samples of one comparison carry one key; ``preferred`` tells which of the two won.
     """
@@ -36,6 +37,7 @@ class Sample:
     trace_id: str = ""
     domain: str = ""
     reference: NDArray[np.float32] | None = None
+    proximal: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
     pair: str = ""

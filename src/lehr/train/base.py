@@ -11,7 +11,7 @@ from lehr.core.batch import Batch, Manifest, StepResult
 from lehr.core.config import Config, Dtype
 from lehr.core.trace import Version
 
-PolicyLossName = Literal["dppo_tv", "tis", "none"]
+PolicyLossName = Literal["dppo_tv", "tis", "gspo", "none"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -29,13 +29,21 @@ class TrainConfig(Config):
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
     Master weights and optimiser state are float32 always."""
     policy_loss: PolicyLossName = "dppo_tv"
-    """How the policy gradient corrects for tokens of older weights: ``dppo_tv``, ``tis`` or ``none``."""
+    """How a policy gradient corrects for tokens that older weights sampled: ``dppo_tv``, ``tis``, ``gspo`` or
+    ``none``."""
     tis_cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance ratio under ``tis``."""
     mask_delta: float = Field(default=0.2, gt=0)
     """Probability difference beyond which ``dppo_tv`` drops a token that moves further away."""
     log_ratio_penalty: float = Field(default=1e-3, ge=0)
     """Weight of the squared log ratio under ``dppo_tv``."""
+    gspo_low: float = Field(default=3e-4, gt=0, lt=1)
+    """How far a sequence's ratio may fall below 1 under ``gspo``."""
+    gspo_high: float = Field(default=4e-4, gt=0)
+    """How far a sequence's ratio may rise above 1 under ``gspo``."""
+    mean_over: Literal["token", "sequence"] = "token"
+    """What a batch's loss is the mean of: its tokens, or its samples' own means (short ones then count as
+    much)."""
     train_without_variance: bool = False
     """Also take in groups whose advantages are all zero (they then feel the log-ratio penalty)."""
 

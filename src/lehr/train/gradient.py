@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -12,30 +10,6 @@ from lehr.model.decoder import Decoder
 from lehr.train.attention import SpanAttention
 from lehr.train.head import TokenLoss, head_loss, target_logprobs
 from lehr.train.packing import Microbatch
-
-
-@dataclass(frozen=True, slots=True)
-class LossTokens:
-    """The loss tokens of a micro-batch as tensors ``[N]``."""
-
-    rows: Tensor
-    samples: Tensor
-    targets: Tensor
-    temperatures: Tensor
-    sampled: Tensor
-    advantages: Tensor
-
-    @classmethod
-    def of(cls, batch: Microbatch) -> LossTokens:
-        """Wrap the arrays without copying."""
-        return cls(
-            torch.from_numpy(batch.rows),
-            torch.from_numpy(batch.samples),
-            torch.from_numpy(batch.targets),
-            torch.from_numpy(batch.temperatures),
-            torch.from_numpy(batch.sampled),
-            torch.from_numpy(batch.advantages),
-        )
 
 
 def _run(decoder: Decoder, batch: Microbatch, x_TD: Tensor) -> Tensor:
@@ -54,30 +28,43 @@ def _run(decoder: Decoder, batch: Microbatch, x_TD: Tensor) -> Tensor:
 @torch.no_grad()
 def score(decoder: Decoder, batch: Microbatch) -> Tensor:
     """Return float32 ``[N]``: the log-probability of each loss token at its temperature."""
-    tokens = LossTokens.of(batch)
+    rows, targets, temperatures = map(torch.from_numpy, (batch.rows, batch.targets, batch.temperatures))
     hidden_TD = _run(decoder, batch, decoder.embed(torch.from_numpy(batch.tokens)))
-    return target_logprobs(hidden_TD[tokens.rows], decoder.head.weight, tokens.targets, tokens.temperatures)
+    return target_logprobs(hidden_TD[rows], decoder.head.weight, targets, temperatures)
 
 
 def accumulate(
-    decoder: Decoder, batch: Microbatch, token_loss: TokenLoss, grad_embed_VD: Tensor, grad_head_VD: Tensor
+    decoder: Decoder,
+    batch: Microbatch,
+    token_loss: TokenLoss,
+    grad_embed_VD: Tensor,
+    grad_head_VD: Tensor,
+    *,
+    coupled: bool = False,
 ) -> tuple[float, Tensor]:
     """Add the gradient of the summed token losses to the parameters' ``grad``; that of the embedding and
-    of the head goes into the float32 accumulators given (one and the same when they are tied).
+    of the head goes into the float32 accumulators given (one and the same when they are tied). ``coupled``: the
+    loss of a token depends on others, see :mod:`lehr.train.head`.
 
     Returns the loss and float32 log-probabilities ``[N]``.
     """
-    tokens = LossTokens.of(batch)
+    rows, targets, temperatures = map(torch.from_numpy, (batch.rows, batch.targets, batch.temperatures))
     ids = torch.from_numpy(batch.tokens)
     with torch.no_grad():
         x_TD = decoder.embed(ids)
     x_TD.requires_grad_()
     hidden_TD = _run(decoder, batch, x_TD)
-    rows_ND = hidden_TD.detach()[tokens.rows]
+    rows_ND = hidden_TD.detach()[rows]
     result = head_loss(
-        rows_ND, decoder.head.weight, tokens.targets, tokens.temperatures, token_loss, grad_head_VD
+        rows_ND,
+        decoder.head.weight,
+        targets,
+        temperatures,
+        token_loss,
+        grad_head_VD,
+        coupled=coupled,
     )
-    flow = torch.zeros_like(hidden_TD).index_add_(0, tokens.rows, result.grad_hidden_ND)
+    flow = torch.zeros_like(hidden_TD).index_add_(0, rows, result.grad_hidden_ND)
     hidden_TD.backward(flow)
     if x_TD.grad is not None:
         grad_embed_VD.index_add_(0, ids, x_TD.grad.to(grad_embed_VD.dtype))

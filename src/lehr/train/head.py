@@ -1,8 +1,10 @@
 """The vocabulary head and the loss in one pass, over loss positions only and in chunks.
 
 Logits of all positions never exist: a chunk of rows is projected, normalised in float32, turned into its own
-gradient in place and multiplied back, before the next chunk is touched. Because the loss of a token depends
-on its own log-probability alone, nothing has to be computed twice.
+gradient in place and multiplied back, before the next chunk is touched. Where the loss of a token depends on
+its own log-probability alone, nothing is computed twice. Where it depends on other tokens (of its sequence, or
+of the other one of its pair), all log-probabilities are computed first, the loss gives a slope for each, and a
+second pass over the chunks multiplies the slopes back: twice the projection, and no more memory than ``[N]``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ CHUNK_BYTES = 64 << 20
 """Float32 logits that exist at a time."""
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
-"""Maps the log-probabilities of a slice of the loss tokens to their losses, ``[n]`` to ``[n]``."""
+"""Maps the log-probabilities of a slice of the loss tokens to losses that are summed: ``[n]`` to ``[n]``; where
+it couples tokens it is called once, with all of them, and may return any shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +56,31 @@ def head_loss(
     temperatures_N: Tensor,
     token_loss: TokenLoss,
     grad_weight_VD: Tensor,
+    *,
+    coupled: bool = False,
 ) -> HeadResult:
     """Return the summed loss and its gradient for ``hidden_ND``; add that of the weight to
-    ``grad_weight_VD`` (float32).
+    ``grad_weight_VD`` (float32). ``coupled``: give ``token_loss`` all tokens at once.
     """
     count = len(targets_N)
     logprobs = torch.empty(count, dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden_ND)
     total = 0.0
+    slopes: Tensor | None = None
+    if coupled:
+        everything = target_logprobs(hidden_ND, weight_VD, targets_N, temperatures_N)
+        total, slopes = _slope(token_loss, everything, slice(0, count))
     step = chunk_rows(weight_VD.shape[0])
     for start in range(0, count, step):
         part = slice(start, min(start + step, count))
         hidden, targets = hidden_ND[part], targets_N[part]
         log_softmax, chosen = _chunk(hidden, weight_VD, targets, temperatures_N[part])
         logprobs[part] = chosen
-        loss, slope = _slope(token_loss, chosen, part)
-        total += loss
+        if slopes is None:
+            loss, slope = _slope(token_loss, chosen, part)
+            total += loss
+        else:
+            slope = slopes[part]
         slope = slope.div_(temperatures_N[part])
         flow = log_softmax.exp_().mul_(-slope[:, None])
         flow.scatter_add_(1, targets[:, None], slope[:, None])

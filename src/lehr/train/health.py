@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lehr.train.losses import dppo_keep, log_ratio, sequence_ratios
@@ -20,13 +19,11 @@ def policy_health(
     """
     change = log_ratio(logprobs_N, sampled_N).double()
     ratio = change.exp()
-    _, numbers = torch.unique(samples_N, return_inverse=True)
-    count = int(numbers.max()) + 1
     found = {
         "entropy": float(-logprobs_N.double().mean()),
         "ratio": float(ratio.mean()),
         "ratio_max": float(ratio.max()),
-        "ratio_sequence": float(sequence_ratios(change, numbers, count).mean()),
+        "ratio_sequence": float(sequence_ratios(change, samples_N).mean()),
         "mismatch_kl": float((ratio - change - 1).mean()),
         "ess": float(ratio.sum().square() / ratio.square().sum() / len(ratio)),
         "masked_up": 0.0,

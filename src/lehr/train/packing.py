@@ -3,7 +3,7 @@
 Samples of one prefix key form a tree: ``[common prompt | rest of member 1 | rest of member 2 | ...]``. Each
 rest sees the prompt and, causally, itself. The common part ends before the first own token of any member,
 so nothing that is trained on is shared. What no loss token depends on (everything from the last own token
-of a sample on) is not computed at all.
+of a sample on) is not computed at all. Samples of one pair end up in one micro-batch, whatever its size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from lehr.core.batch import Sample
 from lehr.core.errors import ConfigError
 
+OPTIONAL = ("reference", "proximal", "values", "returns")
+"""Arrays of a sample that not every loss needs: all samples of a batch carry one, or none does."""
 MIN_SHARED_TOKENS = 8
 """A shorter common prefix is not worth a tree."""
 
@@ -39,6 +41,7 @@ class Microbatch:
 
     rows: the packed row whose hidden state predicts the loss token (several may name the same shared row).
     samples: index of the sample in the batch. targets, temperatures, sampled, advantages: of the loss token.
+    reference, proximal, values, returns: of the loss token, None where the samples do not carry them.
     """
 
     tokens: NDArray[np.int64]
@@ -50,6 +53,10 @@ class Microbatch:
     temperatures: NDArray[np.float32]
     sampled: NDArray[np.float32]
     advantages: NDArray[np.float32]
+    reference: NDArray[np.float32] | None = None
+    proximal: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
+    number: int
     shared: int
     members: list[_Member]
 
@@ -69,8 +77,9 @@ class _Family:
 def pack(samples: Sequence[Sample], tokens_per_microbatch: int, *, share: bool = True) -> list[Microbatch]:
     """Return micro-batches of about equal size that hold every sample with an own token once.
 
-    A sample longer than ``tokens_per_microbatch`` gets a micro-batch to itself. With ``share`` off nothing
-    is laid out as a tree. Raises :class:`ConfigError` for a sample that does not fit its own description.
+    A sample longer than ``tokens_per_microbatch`` gets a micro-batch to itself, and so does a pair. With
+    ``share`` off nothing is laid out as a tree. Raises :class:`ConfigError` for a sample that does not fit its
+    own description.
     """
     families = _families(samples, share)
     total = sum(f.shared + sum(m.length - f.shared for m in f.members) for f in families)
@@ -79,16 +88,12 @@ def pack(samples: Sequence[Sample], tokens_per_microbatch: int, *, share: bool =
     target = min(tokens_per_microbatch, -(-total // -(-total // tokens_per_microbatch)) + 64)
     packed: list[Microbatch] = []
     builder = _Builder()
-    for family in families:
-        context: tuple[int, int] | None = None
-        for member in family.members:
-            cost = member.length - family.shared + (family.shared if context is None else 0)
-            if builder.size and builder.size + cost > target:
-                packed.append(builder.build())
-                builder, context = _Builder(), None
-            if family.shared and context is None:
-                context = builder.add_context(member, family.shared)
-            builder.add_member(member, family.shared, context)
+    for unit in _units(families):
+        if builder.size and builder.size + builder.cost(unit) > target:
+            packed.append(builder.build())
+            builder = _Builder()
+        for family, member in unit:
+            builder.add(family, member)
     packed.append(builder.build())
     return packed
 
@@ -116,12 +121,24 @@ def _families(samples: Sequence[Sample], share: bool) -> list[_Family]:
     families: list[_Family] = []
     for members in keyed.values():
         shared = common_prefix([m.sample for m in members]) if len(members) > 1 else 0
-        families.append(_Family(shared if shared >= MIN_SHARED_TOKENS else 0, members))
+        families.append(_Family(len(families), shared if shared >= MIN_SHARED_TOKENS else 0, members))
     return families
 
 
+def _units(families: Sequence[_Family]) -> list[list[tuple[_Family, _Member]]]:
+    """Return what must not be split: the samples of one pair, and every other sample alone."""
+    units: dict[str, list[tuple[_Family, _Member]]] = {}
+    for family in families:
+        for member in family.members:
+            units.setdefault(member.sample.pair or f"\0{member.index}", []).append((family, member))
+    return list(units.values())
+
+
 def _check(index: int, sample: Sample) -> None:
-    lengths = {len(sample.tokens), len(sample.own), len(sample.logprobs), len(sample.advantages)}
+    arrays = (sample.tokens, sample.own, sample.logprobs, sample.advantages)
+    lengths = {
+        len(array) for array in (*arrays, *(getattr(sample, name) for name in OPTIONAL)) if array is not None
+    }
     if len(lengths) != 1:
         raise ConfigError(f"arrays of sample {index} have lengths {sorted(lengths)}", expected="equal lengths")
     if len(sample.own) and sample.own[0]:
@@ -133,6 +150,7 @@ def _check(index: int, sample: Sample) -> None:
 @dataclass(slots=True)
 class _Builder:
     size: int = 0
+    contexts: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     tokens: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     positions: list[NDArray[np.int64]] = field(default_factory=list[NDArray[np.int64]])
     spans: list[Span] = field(default_factory=list[Span])
@@ -140,6 +158,17 @@ class _Builder:
     losses: list[tuple[_Member, NDArray[np.int64]]] = field(
         default_factory=list[tuple[_Member, NDArray[np.int64]]]
     )
+
+    def cost(self, unit: Sequence[tuple[_Family, _Member]]) -> int:
+        """Return how many rows more the members need here."""
+        fresh = {family.number: family.shared for family, _ in unit if family.number not in self.contexts}
+        return sum(member.length - family.shared for family, member in unit) + sum(fresh.values())
+
+    def add(self, family: _Family, member: _Member) -> None:
+        """Lay out a member, and before it what its family shares, where that is not there yet."""
+        if family.shared and family.number not in self.contexts:
+            self.contexts[family.number] = self.add_context(member, family.shared)
+        self.add_member(member, family.shared, self.contexts.get(family.number))
 
     def add_context(self, member: _Member, shared: int) -> tuple[int, int]:
         start = self._add_rows(member.sample, 0, shared)
@@ -179,4 +208,15 @@ class _Builder:
             ),
             sampled=np.concatenate([m.sample.logprobs[own] for m, own in losses]).astype(np.float32),
             advantages=np.concatenate([m.sample.advantages[own] for m, own in losses]).astype(np.float32),
+            **{name: self._gather(name) for name in OPTIONAL},
         )
+
+    def _gather(self, name: str) -> NDArray[np.float32] | None:
+        found = [(getattr(member.sample, name), own) for member, own in self.losses]
+        there = [array[own] for array, own in found if array is not None]
+        if there and len(there) < len(found):
+            raise ConfigError(
+                f"{len(found) - len(there)} of {len(found)} samples lack {name}",
+                expected="that all samples of a batch carry it, or none",
+            )
+        return np.concatenate(there).astype(np.float32) if there else None

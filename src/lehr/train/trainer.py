@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from lehr.train.base import TrainConfig
 from lehr.train.gradient import accumulate, score
 from lehr.train.head import TokenLoss
 from lehr.train.health import policy_health
-from lehr.train.losses import PolicyTerms, cross_entropy, policy_loss
+from lehr.train.losses import PolicyTerms, PolicyTokens, cross_entropy, policy_loss
 from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
 from lehr.train.publish import Publisher, write_safetensors
@@ -97,9 +98,9 @@ class LocalTrainer:
         self.optimizer.clear()
         loss, logprobs = 0.0, []
         for part in micro:
-            token_loss = self._token_loss(batch, part, count)
+            token_loss, coupled = self._loss(batch, part, token_weights(part, count, len(samples), self.config))
             part_loss, part_logprobs = accumulate(
-                self.decoder, part, token_loss, self._grad_embed, self._grad_head
+                self.decoder, part, token_loss, self._grad_embed, self._grad_head, coupled=coupled
             )
             self.optimizer.collect()
             loss += part_loss
@@ -118,13 +119,18 @@ class LocalTrainer:
         self.recorder.record("train.step", step=batch.step, **metrics)
         return StepResult(batch.step, metrics)
 
-    def _token_loss(self, batch: Batch, part: Microbatch, count: int) -> TokenLoss:
+    def _loss(self, batch: Batch, part: Microbatch, weights_N: torch.Tensor) -> tuple[TokenLoss, bool]:
+        """Return the loss of a micro-batch's tokens, and whether it couples them."""
         if batch.loss == "sft":
-            return lambda logprobs, _: cross_entropy(logprobs) / count
-        chosen = policy_loss(self.config.policy_loss)
-        terms = PolicyTerms(self.config.mask_delta, self.config.tis_cap, self.config.log_ratio_penalty)
-        sampled, advantages = torch.from_numpy(part.sampled), torch.from_numpy(part.advantages)
-        return lambda logprobs, cut: chosen(logprobs, sampled[cut], advantages[cut], terms) / count
+            return lambda logprobs, cut: cross_entropy(logprobs) * weights_N[cut], False
+        chosen, terms, tokens = policy_loss(self.config.policy_loss), self._terms(), policy_tokens(part)
+        return (
+            lambda logprobs, cut: chosen.function(logprobs, tokens[cut], terms) * weights_N[cut],
+            chosen.coupled,
+        )
+
+    def _terms(self) -> PolicyTerms:
+        return PolicyTerms(**{f.name: getattr(self.config, f.name) for f in dataclasses.fields(PolicyTerms)})
 
     def _health(
         self, batch: Batch, micro: Sequence[Microbatch], logprobs: Sequence[torch.Tensor]
@@ -184,6 +190,21 @@ class LocalTrainer:
             self._publisher.clear()
 
 
+def policy_tokens(part: Microbatch) -> PolicyTokens:
+    """Return what policy losses are told of a micro-batch's loss tokens."""
+    return PolicyTokens(*map(torch.from_numpy, (part.sampled, part.advantages, part.samples)))
+
+
+def token_weights(part: Microbatch, tokens: int, samples: int, config: TrainConfig) -> torch.Tensor:
+    """Return what the loss of each loss token is multiplied by, float32 ``[N]``, so that the sum over the whole
+    batch of ``tokens`` loss tokens and ``samples`` samples is the mean that is asked for.
+    """
+    if config.mean_over == "token":
+        return torch.full((len(part.rows),), 1 / tokens)
+    _, row_N, lengths = np.unique(part.samples, return_inverse=True, return_counts=True)
+    return torch.from_numpy((1 / (samples * lengths[row_N])).astype(np.float32))
+
+
 def trainable(batch: Batch, config: TrainConfig) -> list[Sample]:
     """Return the samples that carry a signal.
 
@@ -192,7 +213,7 @@ def trainable(batch: Batch, config: TrainConfig) -> list[Sample]:
     and its tokens do not count in the denominator.
     """
     samples = [s for s in batch.samples if s.own.any()]
-    if batch.loss == "sft" or config.train_without_variance:
+    if batch.loss != "policy_gradient" or config.train_without_variance:
         return samples
     alive = {s.prefix or str(i) for i, s in enumerate(samples) if np.any(s.advantages[s.own] != 0)}
     return [s for i, s in enumerate(samples) if (s.prefix or str(i)) in alive]

@@ -9,14 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lehr.train.gradient import accumulate, score
 from lehr.train.head import head_loss, target_logprobs
-from lehr.train.losses import PolicyTerms, dppo_tv
+from lehr.train.losses import PolicyTerms, PolicyTokens, policy_loss
 from lehr.train.packing import pack
+from lehr.train.trainer import policy_tokens
 
 TERMS = PolicyTerms()
+DPPO = policy_loss("dppo_tv")
+GSPO = policy_loss("gspo")
 
 
-def gradients(decoder, samples, budget=2048, *, share=True, count=None):
-    """The gradient of the policy loss by our way, as one dictionary."""
+def gradients(decoder, samples, budget=2048, *, share=True, count=None, loss=DPPO):
+    """The gradient of a policy loss by our way, as one dictionary."""
     decoder.zero_grad()
     grads = {name: torch.zeros_like(p) for name, p in decoder.named_parameters()}
     for name, parameter in decoder.named_parameters():
@@ -24,25 +27,27 @@ def gradients(decoder, samples, budget=2048, *, share=True, count=None):
     micro = pack(samples, budget, share=share)
     total = count or sum(len(m.rows) for m in micro)
     for part in micro:
-        sampled, advantages = torch.from_numpy(part.sampled), torch.from_numpy(part.advantages)
+        known = policy_tokens(part)
         accumulate(
             decoder,
             part,
-            lambda lp, cut, s=sampled, a=advantages: dppo_tv(lp, s[cut], a[cut], TERMS) / total,
+            lambda lp, cut, known=known: loss.function(lp, known[cut], TERMS) / total,
             grads["embed.weight"],
             grads["embed.weight"],
+            coupled=loss.coupled,
         )
     return {name: grad.clone() for name, grad in grads.items()}
 
 
-def plain_gradients(decoder, samples, plain):
+def plain_gradients(decoder, samples, plain, loss=DPPO):
     """The same from the definition: each sample alone, through autograd."""
     decoder.zero_grad()
     total = sum(int(s.own.sum()) for s in samples)
     for sample in samples:
         own = torch.from_numpy(sample.own.copy())
         sampled, advantages = (torch.from_numpy(x)[own] for x in (sample.logprobs, sample.advantages))
-        (dppo_tv(plain(decoder, sample), sampled, advantages, TERMS).sum() / total).backward()
+        known = PolicyTokens(sampled, advantages, torch.zeros(len(sampled), dtype=torch.int64))
+        (loss.function(plain(decoder, sample), known, TERMS).sum() / total).backward()
     return {name: p.grad.clone() for name, p in decoder.named_parameters()}
 
 
@@ -73,6 +78,31 @@ def test_sharing_changes_nothing(decoder, samples):
 def test_long_samples_are_cut_without_a_trace(decoder, samples, plain):
     batch = [samples.one(samples.tokens(290), 250), *samples.group("g", 2, prompt=300)]
     assert_equal(gradients(decoder, batch), plain_gradients(decoder, batch, plain))
+
+
+def on_policy(decoder, samples, plain):
+    """Let the recorded log-probabilities be near those of the weights, so that sequences are and are not
+    clipped."""
+    noise = np.random.default_rng(5)
+    for sample in samples:
+        near = plain(decoder, sample).detach().numpy() + noise.normal(0, 1e-3, int(sample.own.sum()))
+        sample.logprobs[sample.own] = near
+    return samples
+
+
+def test_a_loss_that_couples_tokens_has_the_gradient_of_its_definition(decoder, samples, plain):
+    batch = on_policy(decoder, mixed(samples), plain)
+    for budget in (2048, 64):
+        assert_equal(gradients(decoder, batch, budget, loss=GSPO), plain_gradients(decoder, batch, plain, GSPO))
+
+
+def test_a_coupled_loss_sees_all_tokens_also_when_the_head_works_in_chunks(
+    decoder, samples, plain, monkeypatch
+):
+    batch = on_policy(decoder, mixed(samples), plain)
+    whole = gradients(decoder, batch, loss=GSPO)
+    monkeypatch.setattr("lehr.train.head.chunk_rows", lambda vocab_size: 7)
+    assert_equal(gradients(decoder, batch, loss=GSPO), whole)
 
 
 def scores(decoder, samples, budget=2048, *, share=True):

@@ -89,3 +89,25 @@ def test_arrays_of_unequal_length_are_refused(samples):
     sample = samples.one(samples.tokens(4), 2)
     with pytest.raises(ConfigError, match="lengths"):
         pack([replace(sample, logprobs=np.zeros(5, np.float32))], 128)
+
+
+def test_samples_of_one_pair_share_a_micro_batch_whatever_their_prefixes_and_order(samples):
+    batch = [
+        replace(sample, prefix=f"{number % 3}", pair=f"p{number % 4}")
+        for number, sample in enumerate(samples.group("g", 8, prompt=30) + samples.group("h", 8, prompt=25))
+    ]
+    micro = pack(batch, 64)
+    where = {index: number for number, part in enumerate(micro) for index in set(part.samples.tolist())}
+    assert len(micro) > 1 and len(where) == len(batch)
+    for key in {s.pair for s in batch}:
+        assert len({where[i] for i, s in enumerate(batch) if s.pair == key}) == 1
+
+
+def test_what_some_samples_carry_all_must(samples):
+    one, other = samples.group("g", 2)
+    reference = np.arange(len(one.tokens), dtype=np.float32)
+    (micro,) = pack([replace(one, reference=reference)], 2048)
+    assert micro.reference is not None and micro.reference.tolist() == reference[one.own].tolist()
+    assert micro.proximal is None
+    with pytest.raises(ConfigError, match="1 of 2 samples lack reference"):
+        pack([replace(one, reference=reference), other], 2048)
