@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lehr.core.errors import ConfigError
 from lehr.model.decoder import Decoder
 from lehr.train.attention import SpanAttention
+from lehr.train.fused import between_products
 from lehr.train.head import TokenLoss, head_loss, target_logprobs
 from lehr.train.packing import Microbatch
+from lehr.train.tiles import tile_attention
 
 
-def _run(decoder: Decoder, batch: Microbatch, x_TD: Tensor) -> Tensor:
+def _run(decoder: Decoder, batch: Microbatch, x_TD: Tensor, *, recompute: bool = False) -> Tensor:
     config = decoder.config
     longest = int(batch.positions.max()) + 1
     if decoder.rotary.depends_on(longest):
@@ -21,8 +24,21 @@ def _run(decoder: Decoder, batch: Microbatch, x_TD: Tensor) -> Tensor:
             expected=f"at most {config.rope.original_max_position_embeddings} tokens, or another scaling",
             hint="Its angles depend on the length; give the model's config.json the type yarn.",
         )
-    attend = SpanAttention(batch.spans, len(batch.tokens), groups=config.num_heads // config.num_kv_heads)
-    return decoder.transform(x_TD, torch.from_numpy(batch.positions), attend)
+    rows, groups = len(batch.tokens), config.num_heads // config.num_kv_heads
+    attend = tile_attention(batch.spans, config.head_size, x_TD.dtype) or SpanAttention(
+        batch.spans, rows, groups=groups
+    )
+    turns = decoder.rotary.angles(torch.from_numpy(batch.positions), x_TD.dtype)
+    between = between_products(x_TD.dtype)
+    for number, layer in enumerate(decoder.blocks()):
+        if recompute:
+            x_TD = checkpoint(
+                decoder.block, number, layer, x_TD, turns, attend, between,
+                use_reentrant=False, preserve_rng_state=False,
+            )  # fmt: skip
+        else:
+            x_TD = decoder.block(number, layer, x_TD, turns, attend, between)
+    return between.norm(x_TD, decoder.norm)[1]
 
 
 @torch.no_grad()
@@ -41,10 +57,12 @@ def accumulate(
     grad_head_VD: Tensor,
     *,
     coupled: bool = False,
+    recompute: bool = False,
 ) -> tuple[float, Tensor]:
     """Add the gradient of the summed token losses to the parameters' ``grad``; that of the embedding and
     of the head goes into the float32 accumulators given (one and the same when they are tied). ``coupled``: the
-    loss of a token depends on others, see :mod:`lehr.train.head`.
+    loss of a token depends on others, see :mod:`lehr.train.head`. ``recompute``: keep only the input of each layer for the
+    backward pass.
 
     Returns the loss and float32 log-probabilities ``[N]``.
     """
@@ -53,7 +71,7 @@ def accumulate(
     with torch.no_grad():
         x_TD = decoder.embed(ids)
     x_TD.requires_grad_()
-    hidden_TD = _run(decoder, batch, x_TD)
+    hidden_TD = _run(decoder, batch, x_TD, recompute=recompute)
     rows_ND = hidden_TD.detach()[rows]
     result = head_loss(
         rows_ND,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lehr.core.errors import ConfigError
 from lehr.train.base import TrainConfig
+from lehr.train.schedule import rate_factor
 
 
 class MasterAdamW:
@@ -58,8 +59,8 @@ class MasterAdamW:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step: linear over the warm-up, constant after it."""
-        return self.config.learning_rate * min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
+        """The rate of the next step."""
+        return self.config.learning_rate * rate_factor(self.steps, self.config)
 
     def step(self, norm: float) -> None:
         """Update the weights with the accumulated gradient, scaled down to ``max_grad_norm``."""

@@ -100,8 +100,9 @@ class LocalTrainer:
         for part in micro:
             token_loss, coupled = self._loss(batch, part, token_weights(part, count, len(samples), self.config))
             part_loss, part_logprobs = accumulate(
-                self.decoder, part, token_loss, self._grad_embed, self._grad_head, coupled=coupled
-            )
+                self.decoder, part, token_loss, self._grad_embed, self._grad_head,
+                coupled=coupled, recompute=self.config.recompute_activations,
+            )  # fmt: skip
             self.optimizer.collect()
             loss += part_loss
             logprobs.append(part_logprobs)
