@@ -32,7 +32,7 @@ class TrainConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    tokens_per_microbatch: int = Field(default=2048, ge=64, lt=1 << 31)
+    tokens_per_microbatch: int = Field(default=4096, ge=64, lt=1 << 31)
     """Packed tokens (shared prefixes counted once) per forward and backward."""
     recompute_activations: bool = False
     """Keep only the input of each layer for the backward pass and compute the rest again: about a third more

@@ -92,6 +92,7 @@ inline uint32_t* tile(uint32_t* packed, int64_t column_block, int64_t step, int6
 template <bool ADD>
 void product(int64_t m, int64_t n, int64_t k, const bf16* a, int64_t lda, uint32_t* b, int64_t column_block,
              int64_t first_step, int64_t steps, float* c, int64_t ldc) {
+    asm volatile("" ::: "memory");  // the compiler does not know that loading a register reads memory
     for (int64_t j = 0; j < n; j++)
         for (int64_t i = 0; i < m; i++) {
             float* to = c + i * 32 * ldc + j * 32;
@@ -262,8 +263,9 @@ void attend_spans(const bf16* query, const bf16* key, const bf16* value, bf16* m
                             for (int64_t i = a; i < b; i++) {
                                 float e = exponential((s[i] - top) * scale);
                                 sum += e;
-                                w[i] = store<bf16>(e);
+                                s[i] = e;
                             }
+                            for (int64_t i = a; i < b; i++) w[i] = store<bf16>(s[i]);
                         });
                         lse[r * shape.heads + kv * group + g] = top * scale + std::log(sum);
                         score[line * seen.keys] = sum;  // no longer needed for anything else
