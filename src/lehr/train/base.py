@@ -8,11 +8,34 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field, model_validator
 
 from lehr.core.batch import Batch, Manifest, StepResult
-from lehr.core.config import Config, Dtype
+from lehr.core.config import Config, Count, Dtype
 from lehr.core.trace import Version
 
 PolicyLossName = Literal["dppo_tv", "tis", "gspo", "none"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Config):
+    """An adapter of low rank that is trained in place of the weights."""
+
+    rank: Count = 16
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapter's part is multiplied by ``alpha / rank``."""
+    targets: tuple[Projection, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """Projections that get an adapter, in every layer."""
+    seed: int = 0
+    """Of the random start of A; B starts at zero, so that the first step begins at the model itself."""
+
+    @model_validator(mode="after")
+    def _each_target_once(self) -> LoraConfig:
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"lora.targets names a projection twice: {', '.join(self.targets)}")
+        return self
 
 
 class TrainConfig(Config):
@@ -34,6 +57,8 @@ class TrainConfig(Config):
     max_grad_norm: float = Field(default=1.0, gt=0)
     tokens_per_microbatch: int = Field(default=4096, ge=64, lt=1 << 31)
     """Packed tokens (shared prefixes counted once) per forward and backward."""
+    lora: LoraConfig | None = None
+    """Train an adapter of low rank; without it all weights are trained."""
     recompute_activations: bool = False
     """Keep only the input of each layer for the backward pass and compute the rest again: about a third more
     time, several times less memory per token. The gradient is the same."""

@@ -53,14 +53,15 @@ def accumulate(
     decoder: Decoder,
     batch: Microbatch,
     token_loss: TokenLoss,
-    grad_embed_VD: Tensor,
-    grad_head_VD: Tensor,
+    grad_embed_VD: Tensor | None,
+    grad_head_VD: Tensor | None,
     *,
     coupled: bool = False,
     recompute: bool = False,
 ) -> tuple[float, Tensor]:
     """Add the gradient of the summed token losses to the parameters' ``grad``; that of the embedding and
-    of the head goes into the float32 accumulators given (one and the same when they are tied). ``coupled``: the
+    of the head goes into the float32 accumulators given (one and the same when they are tied; None:
+    it is not wanted). ``coupled``: the
     loss of a token depends on others, see :mod:`lehr.train.head`. ``recompute``: keep only the input of each layer for the
     backward pass.
 
@@ -84,6 +85,6 @@ def accumulate(
     )
     flow = torch.zeros_like(hidden_TD).index_add_(0, rows, result.grad_hidden_ND)
     hidden_TD.backward(flow)
-    if x_TD.grad is not None:
+    if x_TD.grad is not None and grad_embed_VD is not None:
         grad_embed_VD.index_add_(0, ids, x_TD.grad.to(grad_embed_VD.dtype))
     return result.loss, result.logprobs_N

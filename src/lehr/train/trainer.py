@@ -25,11 +25,12 @@ from lehr.train.gradient import accumulate, score
 from lehr.train.head import TokenLoss
 from lehr.train.health import policy_health
 from lehr.train.losses import PolicyTerms, PolicyTokens, cross_entropy, policy_loss
+from lehr.train.lora import Adapters
 from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
 from lehr.train.publish import Publisher, write_safetensors
 
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER, ADAPTER = "optimizer.safetensors", "adapter"
 
 
 class LocalTrainer:
@@ -69,17 +70,22 @@ class LocalTrainer:
         return cls(load_decoder(folder), config, publish_to=publish_to, tokenizer=tokenizer)
 
     def _renew(self) -> None:
-        dtype = compute_dtype(self.config.dtype)
+        dtype, lora = compute_dtype(self.config.dtype), self.config.lora
+        self.master.requires_grad_()
+        self.master.zero_grad(set_to_none=True)
         self.decoder = self.master
-        if dtype != torch.float32:
-            self.master.zero_grad(set_to_none=True)
+        if dtype != torch.float32 or lora is not None:
             self.decoder = copy.deepcopy(self.master).to(dtype)
-        self.optimizer = MasterAdamW(
-            dict(self.master.named_parameters()), dict(self.decoder.named_parameters()), self.config
-        )
-        self._grad_embed = self.optimizer.grads["embed.weight"]
+        self.adapters = Adapters(self.master, self.decoder, lora) if lora else None
+        if self.adapters is not None:
+            self.optimizer = MasterAdamW(self.adapters.weights, self.adapters.weights, self.config)
+        else:
+            self.optimizer = MasterAdamW(
+                dict(self.master.named_parameters()), dict(self.decoder.named_parameters()), self.config
+            )
+        self._grad_embed = self.optimizer.grads.get("embed.weight")
         tied = self.master.config.tied_head
-        self._grad_head = self._grad_embed if tied else self.optimizer.grads["head.weight"]
+        self._grad_head = self._grad_embed if tied else self.optimizer.grads.get("head.weight")
 
     async def step(self, batch: Batch) -> StepResult:
         """See :meth:`lehr.train.base.Trainer.step`."""
@@ -115,6 +121,8 @@ class LocalTrainer:
             )
         metrics["learning_rate"] = self.optimizer.learning_rate
         self.optimizer.step(norm)
+        if self.adapters is not None:
+            self.adapters.merge()
         metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, logprobs)
         metrics["seconds"] = time.perf_counter() - begun
         self.recorder.record("train.step", step=batch.step, **metrics)
@@ -162,13 +170,20 @@ class LocalTrainer:
         return self._publisher.publish(version, self.decoder.to_hf())
 
     async def save(self, path: Path, *, resumable: bool = True) -> None:
-        """See :meth:`lehr.train.base.Trainer.save`. Weights are in float32."""
+        """See :meth:`lehr.train.base.Trainer.save`. Weights are in float32, an adapter is merged into them and
+        also by itself in the folder ``adapter``.
+        """
 
         def state(folder: Path) -> None:
-            write_safetensors(folder / OPTIMIZER, self.optimizer.state())
+            if resumable:
+                write_safetensors(folder / OPTIMIZER, self._state())
+            if self.adapters is not None:
+                self.adapters.write(folder / ADAPTER)
 
-        extra = state if resumable else lambda _: None
-        save_model(self.master, path, self.tokenizer, extra)
+        save_model(self.master, path, self.tokenizer, state)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return self.optimizer.state() | (self.adapters.state() if self.adapters is not None else {})
 
     async def load(self, path: Path, *, optimizer: bool = True) -> None:
         """See :meth:`lehr.train.base.Trainer.load`."""
@@ -178,6 +193,8 @@ class LocalTrainer:
         self.master.load_hf(load_tensors(path))
         self._renew()
         if state is not None:
+            if self.adapters is not None:
+                self.adapters.restore(state)
             self.optimizer.restore(state)
 
     async def reset(self, config: TrainConfig) -> None:
