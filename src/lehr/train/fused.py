@@ -13,7 +13,7 @@ from lehr.model.decoder import PLAIN, Plain, RMSNorm
 
 
 class Fused(Plain):
-    """As :class:`lehr.model.decoder.Plain`, one pass over the rows each: sums in float32, results rounded once."""
+    """As :class:`lehr.model.decoder.Plain`, one pass over the rows each. Sums are float32."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels

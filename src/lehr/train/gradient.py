@@ -60,10 +60,9 @@ def accumulate(
     recompute: bool = False,
 ) -> tuple[float, Tensor]:
     """Add the gradient of the summed token losses to the parameters' ``grad``; that of the embedding and
-    of the head goes into the float32 accumulators given (one and the same when they are tied; None:
-    it is not wanted). ``coupled``: the
-    loss of a token depends on others, see :mod:`lehr.train.head`. ``recompute``: keep only the input of each layer for the
-    backward pass.
+    of the head goes into the float32 accumulators given (one and the same when they are tied; None: it is not
+    wanted). ``coupled``: the loss of a token depends on others, see :mod:`lehr.train.head`. ``recompute``: keep
+    only the input of each layer for the backward pass.
 
     Returns the loss and float32 log-probabilities ``[N]``.
     """

@@ -60,7 +60,7 @@ def head_loss(
     coupled: bool = False,
 ) -> HeadResult:
     """Return the summed loss and its gradient for ``hidden_ND``; add that of the weight to
-    ``grad_weight_VD`` (float32, None where it is not wanted). ``coupled``: give ``token_loss`` all tokens at once.
+    ``grad_weight_VD`` (float32; None: not wanted). ``coupled``: give ``token_loss`` all tokens at once.
     """
     count = len(targets_N)
     logprobs = torch.empty(count, dtype=torch.float32)

@@ -8,6 +8,7 @@ of full size exist for one projection at a time, and the optimiser holds moments
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -24,8 +25,8 @@ from lehr.train.publish import write_safetensors
 
 
 class Adapters:
-    """The trained adapter of a decoder. ``master`` always holds the merged weights in float32, ``compute`` in the
-    dtype of the forward pass; of what an adapter is beside, ``base`` keeps the weights as they were.
+    """The trained adapter of a decoder. ``master`` always holds the merged weights in float32, ``compute`` in
+    the dtype of the forward pass; ``base`` keeps the adapted weights as they were.
     """
 
     def __init__(self, master: Decoder, compute: Decoder, config: LoraConfig) -> None:
@@ -101,6 +102,12 @@ class Adapters:
         for name, mine in held.items():
             mine.copy_(tensors[name])
         self.merge()
+
+    def frozen(self) -> Adapters:
+        """Return a copy that further steps do not change, to be written."""
+        held = copy.copy(self)
+        held.weights = {name: nn.Parameter(p.detach().clone()) for name, p in self.weights.items()}
+        return held
 
     def write(self, folder: Path, base_model: str = "") -> None:
         """Write the adapter into ``folder`` as PEFT does: engines, ``model.lora`` and PEFT read it."""

@@ -36,10 +36,13 @@ class TrainerConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A folder to save to or to load from. ``optimizer``: with the optimiser's state."""
+    """A folder to save to or to load from. ``optimizer``: with the optimiser's state. ``background``: answer as
+    soon as a copy is taken, and write that while other requests are worked on.
+    """
 
     path: str
     optimizer: bool = True
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,16 @@ class TrainerService:
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="trainer-writes")
+        self._writing: asyncio.Future[None] | None = None
         self._trainer: Any = None
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _call(self, method: Callable[..., Awaitable[T]], *arguments: Any, **named: Any) -> T:
+        if self._writing is not None and self._writing.done():
+            await self.settle()
         return await self._do(lambda: _complete(method(*arguments, **named)))
 
     async def open(self) -> None:
@@ -93,8 +100,26 @@ class TrainerService:
         return await self._call(self._trainer.publish, version)
 
     async def save(self, location: Location) -> None:
-        """Write a Hugging Face folder."""
-        await self._call(self._trainer.save, Path(location.path), resumable=location.optimizer)
+        """Write a Hugging Face folder, one at a time."""
+        await self.settle()
+        path, resumable = Path(location.path), location.optimizer
+        if not location.background:
+            return await self._call(self._trainer.save, path, resumable=resumable)
+        write = await self._do(lambda: self._trainer.snapshot(path, resumable=resumable))
+        self._writing = asyncio.get_running_loop().run_in_executor(self._writer, write)
+
+    async def settle(self) -> None:
+        """Return when what is being written in the background is there. Its failure is raised here, or by the
+        next request of whatever kind, once.
+        """
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            await asyncio.shield(writing)
+        finally:
+            if writing.done() and self._writing is writing:
+                self._writing = None
 
     async def load(self, location: Location) -> None:
         """Go on from a saved folder."""
@@ -119,10 +144,13 @@ class TrainerService:
         await self._do(apply)
 
     async def close(self) -> None:
-        """Remove published weights and end the thread."""
+        """Remove published weights, finish what is being written, and end the threads."""
         if self._trainer is not None:
             await self._call(self._trainer.close)
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
         self._thread.shutdown(wait=False)
+        self._writer.shutdown(wait=False)
 
 
 def _complete(work: Awaitable[T]) -> T:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +24,8 @@ from lehr.train.base import TrainConfig
 from lehr.train.gradient import accumulate, score
 from lehr.train.head import TokenLoss
 from lehr.train.health import policy_health
-from lehr.train.losses import PolicyTerms, PolicyTokens, cross_entropy, policy_loss
 from lehr.train.lora import Adapters
+from lehr.train.losses import PolicyTerms, PolicyTokens, cross_entropy, policy_loss
 from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
 from lehr.train.publish import Publisher, write_safetensors
@@ -173,14 +173,26 @@ class LocalTrainer:
         """See :meth:`lehr.train.base.Trainer.save`. Weights are in float32, an adapter is merged into them and
         also by itself in the folder ``adapter``.
         """
+        self._write(self.master, self._state() if resumable else {}, self.adapters, path)
 
-        def state(folder: Path) -> None:
-            if resumable:
-                write_safetensors(folder / OPTIMIZER, self._state())
-            if self.adapters is not None:
-                self.adapters.write(folder / ADAPTER)
+    def snapshot(self, path: Path, *, resumable: bool = True) -> Callable[[], None]:
+        """Copy what :meth:`save` writes and return what writes the copy, in any thread, while steps go on. The
+        copy takes 12 bytes of memory per weight until it is written, 4 without ``resumable``.
+        """
+        state = {name: tensor.clone() for name, tensor in self._state().items()} if resumable else {}
+        master, adapters = copy.deepcopy(self.master), self.adapters and self.adapters.frozen()
+        return lambda: self._write(master, state, adapters, path)
 
-        save_model(self.master, path, self.tokenizer, state)
+    def _write(
+        self, master: Decoder, state: Mapping[str, torch.Tensor], adapters: Adapters | None, path: Path
+    ) -> None:
+        def extra(folder: Path) -> None:
+            if state:
+                write_safetensors(folder / OPTIMIZER, state)
+            if adapters is not None:
+                adapters.write(folder / ADAPTER)
+
+        save_model(master, path, self.tokenizer, extra)
 
     def _state(self) -> dict[str, torch.Tensor]:
         return self.optimizer.state() | (self.adapters.state() if self.adapters is not None else {})

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lehr.core.batch import Batch, Manifest
 from lehr.core.reward import Valid
@@ -68,6 +69,7 @@ class _RlRun:
         self.busy_s = self.verified_s = 0.0
         self.own_tokens = 0
         self.syncing: asyncio.Task[None] | None = None
+        self.saving: asyncio.Task[None] | None = None
         self.trained = 0
         self.why = ""
 
@@ -85,7 +87,7 @@ class _RlRun:
             await self._steps(first)
         finally:
             self.dispatcher.stop()
-            pending = [task for task in (dispatching, self.syncing) if task is not None]
+            pending = [task for task in (dispatching, self.syncing, self.saving) if task is not None]
             await asyncio.gather(*pending, return_exceptions=True)
         for group in ctx.ledger.open_groups(stage.name):
             ctx.ledger.drop_group(group.id, "stage_over")
@@ -130,9 +132,12 @@ class _RlRun:
             await self._step(step, filled.groups, waited)
             if len(filled.groups) < stage.groups_per_batch:  # the version rose, but fewer places came free
                 self.dispatcher.release(len(filled.groups) - stage.groups_per_batch)
+            if self.saving is not None and self.saving.done():
+                await self._saved()
             if step % stage.checkpoint_every == 0 and step < stage.steps:
                 await self._checkpoint(step)
         await self._synced()
+        await self._saved()
 
     def _why_starved(self) -> str:
         """Say whether the tasks are too hard or too easy, and what to change."""
@@ -226,11 +231,21 @@ class _RlRun:
         ctx, stage = self.ctx, self.stage
         ctx.folder.require_space()
         path = ctx.folder.checkpoint(stage.name, step)
-        await ctx.trainer.save(path, resumable=True)
-        state = {"scales": self.scales.state()}
-        previous = ctx.ledger.record_checkpoint(stage.name, step, path.name, state)
+        await self._saved()
+        await ctx.trainer.save(path, resumable=True, background=True)
+        self.saving = asyncio.create_task(self._record(step, path, {"scales": self.scales.state()}))
+
+    async def _record(self, step: int, path: Path, state: dict[str, Any]) -> None:
+        """Name the checkpoint in the ledger once it is there; until then a resume takes the one before."""
+        await self.ctx.trainer.settle()
+        previous = self.ctx.ledger.record_checkpoint(self.stage.name, step, path.name, state)
         if previous is not None and previous != path.name:
-            ctx.folder.remove_checkpoint(previous)
+            self.ctx.folder.remove_checkpoint(previous)
+
+    async def _saved(self) -> None:
+        if self.saving is not None:
+            await self.saving
+            self.saving = None
 
     # ---- groups: drawn, run, finished, dropped
 
