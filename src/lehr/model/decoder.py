@@ -9,8 +9,8 @@ Shape letters as in ``lehr.model.base``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,10 @@ class Layer(nn.Module):
         self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
 
+    def forward(self, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Return ``run(self, *inputs)``: called as a module, so that who divides its weights can bring them."""
+        return run(self, *inputs)
+
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm and head. Stateless between calls; build it with :meth:`from_hf`.
@@ -105,13 +109,13 @@ class Decoder(nn.Module):
         """Return :meth:`hidden` of tokens that are embedded already."""
         turns = self.rotary.angles(positions_T, x_TD.dtype, lengths_T)
         for number, layer in enumerate(self.blocks()):
-            x_TD = self.block(number, layer, x_TD, turns, attend)
+            x_TD = self.block(layer, number, x_TD, turns, attend)
         return self.norm(x_TD)
 
     def block(
         self,
-        number: int,
         layer: Layer,
+        number: int,
         x_TD: Tensor,
         turns: tuple[Tensor, Tensor],
         attend: Attend,

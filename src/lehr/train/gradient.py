@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -30,14 +32,11 @@ def _run(decoder: Decoder, batch: Microbatch, x_TD: Tensor, *, recompute: bool =
     )
     turns = decoder.rotary.angles(torch.from_numpy(batch.positions), x_TD.dtype)
     between = between_products(x_TD.dtype)
+    block = decoder.block
+    if recompute:
+        block = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
     for number, layer in enumerate(decoder.blocks()):
-        if recompute:
-            x_TD = checkpoint(
-                decoder.block, number, layer, x_TD, turns, attend, between,
-                use_reentrant=False, preserve_rng_state=False,
-            )  # fmt: skip
-        else:
-            x_TD = decoder.block(number, layer, x_TD, turns, attend, between)
+        x_TD = layer(block, number, x_TD, turns, attend, between)
     return between.norm(x_TD, decoder.norm)[1]
 
 

@@ -100,10 +100,13 @@ class MasterAdamW:
         tensors |= {f"first.{name}": moment for name, moment in self.first.items()}
         return tensors | {f"second.{name}": moment for name, moment in self.second.items()}
 
+    def _missing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        return sorted(set(self.state()) - set(tensors))
+
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over :meth:`state`. Raises :class:`ConfigError` if it belongs to another model."""
-        missing = sorted(set(self.state()) - set(tensors))
+        missing = self._missing(tensors)
         if missing:
             raise ConfigError(
                 f"the optimiser state lacks {missing[0]!r}", hint="It was saved by another model or version."

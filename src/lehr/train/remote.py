@@ -40,7 +40,7 @@ class RemoteTrainer:
 
     async def save(self, path: Path, *, resumable: bool = True, background: bool = False) -> None:
         """See :meth:`lehr.train.base.Trainer.save`. With ``background`` it returns when a copy is taken: the
-        folder is there after :meth:`settle`, and steps may be taken before that. If it could not be written, the
+        folder is there after :meth:`settle`, and steps may be taken before that. If it cannot be written, the
         next call says so.
         """
         location = Location(str(path), resumable, background)

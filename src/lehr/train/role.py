@@ -6,8 +6,6 @@ Work runs in one thread of its own, so that the event loop goes on answering hea
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lehr.core.batch import Batch, Manifest, StepResult
-from lehr.core.config import Config
+from lehr.core.config import Config, Count
 from lehr.core.trace import Version
 from lehr.train.base import TrainConfig
 
@@ -30,6 +28,8 @@ class TrainerConfig(Config):
     publish_to: str
     """Folder for published weights; a memory file system is best."""
     train: TrainConfig = TrainConfig()
+    ranks: Count = 1
+    """Processes that train together."""
     seed: int = 0
     """Kept for the record: a step draws no random numbers."""
 
@@ -69,7 +69,7 @@ class TrainerService:
     async def _call(self, method: Callable[..., Awaitable[T]], *arguments: Any, **named: Any) -> T:
         if self._writing is not None and self._writing.done():
             await self.settle()
-        return await self._do(lambda: _complete(method(*arguments, **named)))
+        return await self._do(lambda: complete(method(*arguments, **named)))
 
     async def open(self) -> None:
         """Load the model. Called before the first request."""
@@ -81,6 +81,15 @@ class TrainerService:
 
             keep_freed_memory()
             folder = Path(self._config.model)
+            if self._config.ranks > 1:
+                from lehr.train.gang import GangTrainer
+
+                return GangTrainer(
+                    folder,
+                    self._config.train,
+                    ranks=self._config.ranks,
+                    publish_to=Path(self._config.publish_to),
+                )
             return LocalTrainer.open(
                 folder,
                 self._config.train,
@@ -131,17 +140,7 @@ class TrainerService:
 
     async def allot(self, share: Share) -> None:
         """Use these threads and cores from the next step on."""
-
-        def apply() -> None:
-            import torch
-
-            torch.set_num_threads(share.threads)
-            if share.cores:
-                for task in os.listdir("/proc/self/task"):
-                    with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
-                        os.sched_setaffinity(int(task), share.cores)
-
-        await self._do(apply)
+        await self._call(self._trainer.allot, share.threads, share.cores)
 
     async def close(self) -> None:
         """Remove published weights, finish what is being written, and end the threads."""
@@ -153,7 +152,7 @@ class TrainerService:
         self._writer.shutdown(wait=False)
 
 
-def _complete(work: Awaitable[T]) -> T:
+def complete(work: Awaitable[T]) -> T:
     """Run a coroutine that never waits for anything to its end."""
     steps = work.__await__()
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -91,7 +93,8 @@ class LocalTrainer:
         """See :meth:`lehr.train.base.Trainer.step`."""
         begun = time.perf_counter()
         samples = trainable(batch, self.config)
-        micro = pack(samples, self.config.tokens_per_microbatch)
+        layout = self._layout(samples)
+        micro = [part for share in layout for part in share]
         count = sum(len(m.rows) for m in micro)
         metrics = {
             "loss_tokens": float(count),
@@ -102,16 +105,7 @@ class LocalTrainer:
         if count == 0:
             return StepResult(batch.step, metrics | {"loss": 0.0, "grad_norm": 0.0, "seconds": 0.0})
         self.optimizer.clear()
-        loss, logprobs = 0.0, []
-        for part in micro:
-            token_loss, coupled = self._loss(batch, part, token_weights(part, count, len(samples), self.config))
-            part_loss, part_logprobs = accumulate(
-                self.decoder, part, token_loss, self._grad_embed, self._grad_head,
-                coupled=coupled, recompute=self.config.recompute_activations,
-            )  # fmt: skip
-            self.optimizer.collect()
-            loss += part_loss
-            logprobs.append(part_logprobs)
+        loss, logprobs = self._accumulate(batch, layout, count, len(samples))
         norm = self.optimizer.norm()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
@@ -128,6 +122,28 @@ class LocalTrainer:
         self.recorder.record("train.step", step=batch.step, **metrics)
         return StepResult(batch.step, metrics)
 
+    def _layout(self, samples: Sequence[Sample]) -> list[list[Microbatch]]:
+        """Return the micro-batches of every rank."""
+        return [pack(samples, self.config.tokens_per_microbatch)]
+
+    def _accumulate(
+        self, batch: Batch, layout: Sequence[Sequence[Microbatch]], tokens: int, samples: int
+    ) -> tuple[float, torch.Tensor]:
+        """Gather the gradient of the batch; return its loss and the log-probabilities of its loss tokens."""
+        found = [self._pass(batch, part, tokens, samples) for part in layout[0]]
+        return sum(loss for loss, _ in found), torch.cat([logprobs for _, logprobs in found])
+
+    def _pass(self, batch: Batch, part: Microbatch, tokens: int, samples: int) -> tuple[float, torch.Tensor]:
+        return self._backward(part, *self._loss(batch, part, token_weights(part, tokens, samples, self.config)))
+
+    def _backward(self, part: Microbatch, token_loss: TokenLoss, coupled: bool) -> tuple[float, torch.Tensor]:
+        found = accumulate(
+            self.decoder, part, token_loss, self._grad_embed, self._grad_head,
+            coupled=coupled, recompute=self.config.recompute_activations,
+        )  # fmt: skip
+        self.optimizer.collect()
+        return found
+
     def _loss(self, batch: Batch, part: Microbatch, weights_N: torch.Tensor) -> tuple[TokenLoss, bool]:
         """Return the loss of a micro-batch's tokens, and whether it couples them."""
         if batch.loss == "sft":
@@ -141,13 +157,11 @@ class LocalTrainer:
     def _terms(self) -> PolicyTerms:
         return PolicyTerms(**{f.name: getattr(self.config, f.name) for f in dataclasses.fields(PolicyTerms)})
 
-    def _health(
-        self, batch: Batch, micro: Sequence[Microbatch], logprobs: Sequence[torch.Tensor]
-    ) -> dict[str, float]:
+    def _health(self, batch: Batch, micro: Sequence[Microbatch], logprobs: torch.Tensor) -> dict[str, float]:
         if batch.loss == "sft":
             return {}
         return policy_health(
-            torch.cat(list(logprobs)),
+            logprobs,
             torch.from_numpy(np.concatenate([m.sampled for m in micro])),
             torch.from_numpy(np.concatenate([m.advantages for m in micro])),
             torch.from_numpy(np.concatenate([m.samples for m in micro])),
@@ -165,9 +179,12 @@ class LocalTrainer:
 
     async def publish(self, version: Version) -> Manifest:
         """See :meth:`lehr.train.base.Trainer.publish`. Weights are in the compute dtype."""
+        return self._published(version, self.decoder)
+
+    def _published(self, version: Version, decoder: Decoder) -> Manifest:
         if self._publisher is None:
             raise ConfigError("this trainer has no folder to publish to", hint="Give it publish_to.")
-        return self._publisher.publish(version, self.decoder.to_hf())
+        return self._publisher.publish(version, decoder.to_hf())
 
     async def save(self, path: Path, *, resumable: bool = True) -> None:
         """See :meth:`lehr.train.base.Trainer.save`. Weights are in float32, an adapter is merged into them and
@@ -213,6 +230,14 @@ class LocalTrainer:
         """See :meth:`lehr.train.base.Trainer.reset`."""
         self.config = config
         self._renew()
+
+    async def allot(self, threads: int, cores: Sequence[int] = ()) -> None:
+        """Use these threads, on these cores where any are named, from the next step on."""
+        torch.set_num_threads(threads)
+        if cores:
+            for task in os.listdir("/proc/self/task"):
+                with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+                    os.sched_setaffinity(int(task), cores)
 
     async def close(self) -> None:
         """Remove published weights; nothing reads them any more."""
