@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.row import Row
-from benchmarks.train import Worker, environment
+from benchmarks.workers import Worker, environment
 
 from lehr.cluster.local import LocalCluster
 from lehr.engine.router import Router

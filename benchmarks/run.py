@@ -24,7 +24,10 @@ from lehr.core.threads import share_cores
 HERE = Path(__file__).parent
 LATEST = HERE / "latest.json"
 NOT_BENCHMARKS = {"run", "row"}
-GROUPS = {"engine": ("engine", "cache", "fast", "context")}
+GROUPS = {
+    "engine": ("engine", "cache", "fast", "context"),
+    "train": ("train_sft", "train_sharing", "train_grpo"),
+}
 """Benchmarks that are run together under one name."""
 
 
@@ -55,7 +58,8 @@ def main(argv: list[str]) -> int:
     unknown = [name for name in chosen if name not in known]
     if unknown:
         print(
-            f"error: no benchmark {unknown[0]!r}\n  expected one of {', '.join(known)} or all", file=sys.stderr
+            f"error: no benchmark {unknown[0]!r}\n  expected one of {', '.join((*known, *GROUPS))} or all",
+            file=sys.stderr,
         )
         return 2
     share_cores(os.environ)  # for both sides

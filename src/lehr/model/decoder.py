@@ -9,8 +9,8 @@ Shape letters as in ``lehr.model.base``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,22 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class Plain:
+    """What a block does between its matrix products, with torch's operations. A trainer may give others."""
+
+    def norm(self, x_TD: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Return the residual stream, to go on with, and its norm."""
+        return x_TD, norm(x_TD)
+
+    def gated(self, gate_up_TI: Tensor) -> Tensor:
+        """Return ``silu(gate) * up``."""
+        gate, up = gate_up_TI.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
+PLAIN = Plain()
+
+
 class Layer(nn.Module):
     """One block: attention, then the gated feed-forward part, each added to the residual stream."""
 
@@ -49,6 +65,10 @@ class Layer(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
         self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Return ``run(self, *inputs)``: called as a module, so that who divides its weights can bring them."""
+        return run(self, *inputs)
 
 
 class Decoder(nn.Module):
@@ -88,21 +108,33 @@ class Decoder(nn.Module):
         self, x_TD: Tensor, positions_T: Tensor, attend: Attend, lengths_T: Sequence[int] | None = None
     ) -> Tensor:
         """Return :meth:`hidden` of tokens that are embedded already."""
-        config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        cos, sin = self.rotary.angles(positions_T, x_TD.dtype, lengths_T)
+        turns = self.rotary.angles(positions_T, x_TD.dtype, lengths_T)
         for number, layer in enumerate(self.blocks()):
-            qkv = layer.qkv(layer.attn_norm(x_TD)).unflatten(-1, (-1, config.head_size))
-            turning, value_TKE = qkv.split((heads + kv_heads, kv_heads), dim=1)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                query, key = turning.split((heads, kv_heads), dim=1)
-                turning = torch.cat((layer.q_norm(query), layer.k_norm(key)), dim=1)
-            query_THE, key_TKE = rotate(turning, cos, sin).split((heads, kv_heads), dim=1)
-            mixed_THE = attend(number, query_THE, key_TKE, value_TKE)
-            x_TD = x_TD + layer.o(mixed_THE.flatten(1))
-            gate, up = layer.gate_up(layer.mlp_norm(x_TD)).chunk(2, dim=-1)
-            x_TD = x_TD + layer.down(functional.silu(gate) * up)
+            x_TD = self.block(layer, number, x_TD, turns, attend)
         return self.norm(x_TD)
+
+    def block(
+        self,
+        layer: Layer,
+        number: int,
+        x_TD: Tensor,
+        turns: tuple[Tensor, Tensor],
+        attend: Attend,
+        between: Plain = PLAIN,
+    ) -> Tensor:
+        """Return the residual stream after one layer. ``turns``: cosines and sines of the positions."""
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        x_TD, normed_TD = between.norm(x_TD, layer.attn_norm)
+        qkv = layer.qkv(normed_TD).unflatten(-1, (-1, self.config.head_size))
+        turning, value_TKE = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = turning.split((heads, kv_heads), dim=1)
+            turning = torch.cat((layer.q_norm(query), layer.k_norm(key)), dim=1)
+        query_THE, key_TKE = rotate(turning, *turns).split((heads, kv_heads), dim=1)
+        mixed_THE = attend(number, query_THE, key_TKE, value_TKE)
+        x_TD = x_TD + layer.o(mixed_THE.flatten(1))
+        x_TD, normed_TD = between.norm(x_TD, layer.mlp_norm)
+        return x_TD + layer.down(between.gated(layer.gate_up(normed_TD)))
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Return float32 logits ``[N, V]``."""

@@ -76,7 +76,7 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
     pairs = _pairs(folder, config, read_tensors(folder / WEIGHTS))
     places: dict[Place, list[tuple[slice, Tensor, Tensor]]] = {}
     for (layer, name), (down, up) in sorted(pairs.items()):
-        fused, rows = _parts(config)[name][:2]
+        fused, rows = projections(config)[name][:2]
         scale = _scale(settings, name, layer, down.shape[0])
         places.setdefault((layer, fused), []).append((rows, down, up.double() * scale))
     return {place: _joined(parts, _width(config, place[1]), dtype) for place, parts in places.items()}
@@ -86,7 +86,7 @@ def _pairs(
     folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
     """Return A and B of each projection, their shapes checked."""
-    parts = _parts(config)
+    parts = projections(config)
     halves: dict[tuple[int, str], dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         found = _TENSOR.fullmatch(key)
@@ -129,7 +129,7 @@ def _pairs(
     return pairs
 
 
-def _parts(config: ModelConfig) -> dict[str, tuple[str, slice, int, str]]:
+def projections(config: ModelConfig) -> dict[str, tuple[str, slice, int, str]]:
     """Return for each projection: the fused one, its outputs there, its inputs, and the part of the layer."""
     q, kv, hidden, inner = config.q_size, config.kv_size, config.hidden_size, config.intermediate_size
     return {
@@ -144,7 +144,7 @@ def _parts(config: ModelConfig) -> dict[str, tuple[str, slice, int, str]]:
 
 
 def _width(config: ModelConfig, fused: str) -> int:
-    return max(rows.stop for name, rows, _, _ in _parts(config).values() if name == fused)
+    return max(rows.stop for name, rows, _, _ in projections(config).values() if name == fused)
 
 
 def _scale(settings: Mapping[str, Any], name: str, layer: int, rank: int) -> float:

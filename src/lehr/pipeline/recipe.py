@@ -195,7 +195,9 @@ class RlStage(Config):
             raise ValueError(
                 "reference, reward_kl and train.loss_kl are for advantage='group'; with 'gae' set critic.kl"
             )
-        if self.replay is not None and (self.group.turns != "off" or self.group.scale not in ("domain", "none")):
+        if self.replay is not None and (
+            self.group.turns != "off" or self.group.scale not in ("domain", "none")
+        ):
             raise ValueError("replay needs group.turns='off' and group.scale='domain' or 'none'")
         if self.advantage == "gae" and self.group != AdvantageConfig():
             raise ValueError("the table group is for advantage='group'; leave it out with 'gae'")

@@ -19,16 +19,53 @@ Positive = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Config):
+    """An adapter of low rank that is trained in place of the weights."""
+
+    rank: Count = 16
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapter's part is multiplied by ``alpha / rank``."""
+    targets: tuple[Projection, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """Projections that get an adapter, in every layer."""
+    seed: int = 0
+    """Of the random start of A; B starts at zero, so that the first step begins at the model itself."""
+
+    @model_validator(mode="after")
+    def _each_target_once(self) -> LoraConfig:
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"lora.targets names a projection twice: {', '.join(self.targets)}")
+        return self
+
+
 class TrainConfig(Config):
     """How gradient steps are taken."""
 
     learning_rate: float = Field(default=2e-5, gt=0)
     warmup_steps: int = Field(default=0, ge=0, lt=1 << 31)
+    """Steps over which the learning rate rises linearly to its full value."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """How the learning rate goes on after the warm-up; ``wsd`` is constant until the last ``decay_steps``."""
+    total_steps: int = Field(default=0, ge=0, lt=1 << 31)
+    """Steps in which a schedule other than ``constant`` comes to its end, warm-up included."""
+    decay_steps: int = Field(default=0, ge=0, lt=1 << 31)
+    """Last steps of ``wsd``, over which the learning rate falls linearly."""
+    final_rate: float = Field(default=0.0, ge=0, le=1)
+    """Where a schedule ends, as a fraction of ``learning_rate``."""
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    tokens_per_microbatch: int = Field(default=2048, ge=64, lt=1 << 31)
+    tokens_per_microbatch: int = Field(default=4096, ge=64, lt=1 << 31)
     """Packed tokens (shared prefixes counted once) per forward and backward."""
+    lora: LoraConfig | None = None
+    """Train an adapter of low rank; without it all weights are trained."""
+    recompute_activations: bool = False
+    """Keep only the input of each layer for the backward pass and compute the rest again: about a third more
+    time, several times less memory per token. The gradient is the same."""
     dtype: Dtype = "auto"
     """Compute dtype; ``auto`` is bfloat16 where the processor has matrix instructions for it, else float32.
     Master weights and optimiser state are float32 always."""
@@ -77,6 +114,20 @@ class TrainConfig(Config):
     """How far a step may move a critic's value of a token; no bound where it is left out."""
     train_without_variance: bool = False
     """Also take in groups whose advantages are all zero (they then feel the log-ratio penalty)."""
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> TrainConfig:
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.schedule!r} needs total_steps above warmup_steps ({self.warmup_steps}), "
+                f"not {self.total_steps}"
+            )
+        if self.schedule == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
+            raise ValueError(
+                f"schedule 'wsd' needs decay_steps from 1 to total_steps - warmup_steps "
+                f"({self.total_steps - self.warmup_steps}), not {self.decay_steps}"
+            )
+        return self
 
 
 Baseline = Literal["mean", "leave_one_out"]

@@ -59,12 +59,12 @@ def head_loss(
     targets_N: Tensor,
     temperatures_N: Tensor,
     token_loss: TokenLoss,
-    grad_weight_VD: Tensor,
+    grad_weight_VD: Tensor | None,
     *,
     coupled: bool = False,
 ) -> HeadResult:
     """Return the summed loss and its gradient for ``hidden_ND``; add that of the weight to
-    ``grad_weight_VD`` (float32). ``coupled``: give ``token_loss`` all tokens at once.
+    ``grad_weight_VD`` (float32; None: not wanted). ``coupled``: give ``token_loss`` all tokens at once.
     """
     count = len(targets_N)
     logprobs = torch.empty(count, dtype=torch.float32)
@@ -93,6 +93,8 @@ def head_loss(
         flow.scatter_add_(1, targets[:, None], slope[:, None])
         narrow = flow.to(weight_VD.dtype)
         torch.mm(narrow, weight_VD, out=grad_hidden[part])
+        if grad_weight_VD is None:
+            continue
         if grad_weight_VD.dtype == narrow.dtype:
             grad_weight_VD.addmm_(narrow.t(), hidden)
         else:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lehr.core.errors import ConfigError
 from lehr.train.base import TrainConfig
+from lehr.train.schedule import rate_factor
 
 
 class MasterAdamW:
@@ -58,8 +59,8 @@ class MasterAdamW:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step: linear over the warm-up, constant after it."""
-        return self.config.learning_rate * min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
+        """The rate of the next step."""
+        return self.config.learning_rate * rate_factor(self.steps, self.config)
 
     def step(self, norm: float) -> None:
         """Update the weights with the accumulated gradient, scaled down to ``max_grad_norm``."""
@@ -99,10 +100,13 @@ class MasterAdamW:
         tensors |= {f"first.{name}": moment for name, moment in self.first.items()}
         return tensors | {f"second.{name}": moment for name, moment in self.second.items()}
 
+    def _missing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        return sorted(set(self.state()) - set(tensors))
+
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over :meth:`state`. Raises :class:`ConfigError` if it belongs to another model."""
-        missing = sorted(set(self.state()) - set(tensors))
+        missing = self._missing(tensors)
         if missing:
             raise ConfigError(
                 f"the optimiser state lacks {missing[0]!r}", hint="It was saved by another model or version."

@@ -53,9 +53,17 @@ class RemoteTrainer:
         """See :meth:`lehr.train.base.Trainer.publish`."""
         return await self._handle.call("publish", version, returns=Manifest, timeout_s=self._io_timeout_s)
 
-    async def save(self, path: Path, *, resumable: bool = True) -> None:
-        """See :meth:`lehr.train.base.Trainer.save`."""
-        await self._handle.call("save", Location(str(path), resumable), timeout_s=self._io_timeout_s)
+    async def save(self, path: Path, *, resumable: bool = True, background: bool = False) -> None:
+        """See :meth:`lehr.train.base.Trainer.save`. With ``background`` it returns when a copy is taken: the
+        folder is there after :meth:`settle`, and steps may be taken before that. If it cannot be written, the
+        next call says so.
+        """
+        location = Location(str(path), resumable, background)
+        await self._handle.call("save", location, timeout_s=self._io_timeout_s)
+
+    async def settle(self) -> None:
+        """Wait until what :meth:`save` writes in the background is there, or raise why it is not."""
+        await self._handle.call("settle", timeout_s=self._io_timeout_s)
 
     async def load(self, path: Path, *, optimizer: bool = True) -> None:
         """See :meth:`lehr.train.base.Trainer.load`."""

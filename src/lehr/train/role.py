@@ -6,8 +6,6 @@ Work runs in one thread of its own, so that the event loop goes on answering hea
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,9 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import model_validator
 
 from lehr.core.batch import Batch, Manifest, Sample, StepResult
-from lehr.core.config import Config
+from lehr.core.config import Config, Count
 from lehr.core.trace import Version
 from lehr.train.base import TrainConfig
 
@@ -37,16 +36,27 @@ class TrainerConfig(Config):
     frozen: bool = False
     """It is only asked what it says of samples; nothing that training needs is held."""
     train: TrainConfig = TrainConfig()
+    ranks: Count = 1
+    """Processes that train together."""
     seed: int = 0
     """Kept for the record: a step draws no random numbers."""
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> TrainerConfig:
+        if self.ranks > 1 and (self.scalar or self.frozen):
+            raise ValueError("critics, reward models and frozen models are held by one rank; set ranks = 1")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A folder to save to or to load from. ``optimizer``: with the optimiser's state."""
+    """A folder to save to or to load from. ``optimizer``: with the optimiser's state. ``background``: answer as
+    soon as a copy is taken, and write that while other requests are worked on.
+    """
 
     path: str
     optimizer: bool = True
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +73,17 @@ class TrainerService:
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="trainer-writes")
+        self._writing: asyncio.Future[None] | None = None
         self._trainer: Any = None
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _call(self, method: Callable[..., Awaitable[T]], *arguments: Any, **named: Any) -> T:
-        return await self._do(lambda: _complete(method(*arguments, **named)))
+        if self._writing is not None and self._writing.done():
+            await self.settle()
+        return await self._do(lambda: complete(method(*arguments, **named)))
 
     async def open(self) -> None:
         """Load the model. Called before the first request."""
@@ -84,10 +98,15 @@ class TrainerService:
             folder = Path(self._config.model)
             if self._config.frozen:
                 return FrozenModel.open(folder, self._config.train, scalar=self._config.scalar)
+            publish_to = Path(self._config.publish_to) if self._config.publish_to else None
+            if self._config.ranks > 1:
+                from lehr.train.gang import GangTrainer
+
+                return GangTrainer(folder, self._config.train, ranks=self._config.ranks, publish_to=publish_to)
             return LocalTrainer.open(
                 folder,
                 self._config.train,
-                publish_to=Path(self._config.publish_to) if self._config.publish_to else None,
+                publish_to=publish_to,
                 tokenizer=load_tokenizer(folder),
                 scalar=self._config.scalar,
             )
@@ -112,8 +131,26 @@ class TrainerService:
         return await self._call(self._trainer.publish, version)
 
     async def save(self, location: Location) -> None:
-        """Write a Hugging Face folder."""
-        await self._call(self._trainer.save, Path(location.path), resumable=location.optimizer)
+        """Write a Hugging Face folder, one at a time."""
+        await self.settle()
+        path, resumable = Path(location.path), location.optimizer
+        if not location.background:
+            return await self._call(self._trainer.save, path, resumable=resumable)
+        write = await self._do(lambda: self._trainer.snapshot(path, resumable=resumable))
+        self._writing = asyncio.get_running_loop().run_in_executor(self._writer, write)
+
+    async def settle(self) -> None:
+        """Return when what is being written in the background is there. Its failure is raised here, or by the
+        next request of whatever kind, once.
+        """
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            await asyncio.shield(writing)
+        finally:
+            if writing.done() and self._writing is writing:
+                self._writing = None
 
     async def load(self, location: Location) -> None:
         """Go on from a saved folder."""
@@ -125,26 +162,19 @@ class TrainerService:
 
     async def allot(self, share: Share) -> None:
         """Use these threads and cores from the next step on."""
-
-        def apply() -> None:
-            import torch
-
-            torch.set_num_threads(share.threads)
-            if share.cores:
-                for task in os.listdir("/proc/self/task"):
-                    with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
-                        os.sched_setaffinity(int(task), share.cores)
-
-        await self._do(apply)
+        await self._call(self._trainer.allot, share.threads, share.cores)
 
     async def close(self) -> None:
-        """Remove published weights and end the thread."""
+        """Remove published weights, finish what is being written, and end the threads."""
         if self._trainer is not None:
             await self._call(self._trainer.close)
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
         self._thread.shutdown(wait=False)
+        self._writer.shutdown(wait=False)
 
 
-def _complete(work: Awaitable[T]) -> T:
+def complete(work: Awaitable[T]) -> T:
     """Run a coroutine that never waits for anything to its end."""
     steps = work.__await__()
     try:

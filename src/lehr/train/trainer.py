@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import os
 import time
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ from lehr.train.base import TrainConfig
 from lehr.train.gradient import accumulate
 from lehr.train.head import HeadResult, TokenLoss
 from lehr.train.health import policy_health
+from lehr.train.lora import Adapters
 from lehr.train.losses import PolicyObjective, PolicyTerms, PolicyTokens, cross_entropy, policy_loss
 from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
@@ -39,7 +42,30 @@ from lehr.train.pairs import SCALAR, critic_health, critic_loss, pair_health, pa
 from lehr.train.publish import Publisher, write_safetensors
 from lehr.train.scorer import score_samples
 
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER, ADAPTER = "optimizer.safetensors", "adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the model said of a batch's loss tokens, one micro-batch after the other: float32 log-probabilities
+    (or scores) and entropies, which are empty under a scalar head.
+    """
+
+    logprobs_N: torch.Tensor
+    entropy_N: torch.Tensor
+
+    @classmethod
+    def join(cls, results: Sequence[HeadResult]) -> Said:
+        """Return those of micro-batches in order."""
+        nothing = torch.empty(0)
+        return cls(
+            torch.cat([nothing, *(r.logprobs_N for r in results)]),
+            torch.cat([nothing, *(r.entropy_N for r in results if r.entropy_N is not None)]),
+        )
+
+    def of(self, micro: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """Return the log-probabilities of each micro-batch."""
+        return list(self.logprobs_N.split([len(part.rows) for part in micro]))
 
 
 class LocalTrainer:
@@ -81,24 +107,36 @@ class LocalTrainer:
         return cls(decoder, config, publish_to=publish_to, tokenizer=tokenizer)
 
     def _renew(self) -> None:
-        dtype = compute_dtype(self.config.dtype)
+        dtype, lora = compute_dtype(self.config.dtype), self.config.lora
+        if lora is not None and self.master.config.scalar:
+            raise ConfigError(
+                "train.lora for a model under a scalar head",
+                expected="all weights of a critic or a reward model trained",
+                hint="Leave lora out: its new head has to be trained, which an adapter does not hold.",
+            )
+        self.master.requires_grad_()
+        self.master.zero_grad(set_to_none=True)
         self.decoder = self.master
-        if dtype != torch.float32:
-            self.master.zero_grad(set_to_none=True)
+        if dtype != torch.float32 or lora is not None:
             self.decoder = copy.deepcopy(self.master).to(dtype)
-        self.optimizer = MasterAdamW(
-            dict(self.master.named_parameters()), dict(self.decoder.named_parameters()), self.config
-        )
-        self._grad_embed = self.optimizer.grads["embed.weight"]
+        self.adapters = Adapters(self.master, self.decoder, lora) if lora else None
+        if self.adapters is not None:
+            self.optimizer = MasterAdamW(self.adapters.weights, self.adapters.weights, self.config)
+        else:
+            self.optimizer = MasterAdamW(
+                dict(self.master.named_parameters()), dict(self.decoder.named_parameters()), self.config
+            )
+        self._grad_embed = self.optimizer.grads.get("embed.weight")
         tied = self.master.config.tied_head
-        self._grad_head = self._grad_embed if tied else self.optimizer.grads["head.weight"]
+        self._grad_head = self._grad_embed if tied else self.optimizer.grads.get("head.weight")
 
     async def step(self, batch: Batch) -> StepResult:
         """See :meth:`lehr.train.base.Trainer.step`."""
         begun = time.perf_counter()
         samples = trainable(batch, self.config)
         self._require_fitting(batch, samples)
-        micro = pack(samples, self.config.tokens_per_microbatch)
+        layout = self._layout(samples)
+        micro = [part for share in layout for part in share]
         count = sum(len(m.rows) for m in micro)
         metrics = {
             "loss_tokens": float(count),
@@ -109,16 +147,7 @@ class LocalTrainer:
         if count == 0:
             return StepResult(batch.step, metrics | {"loss": 0.0, "grad_norm": 0.0, "seconds": 0.0})
         self.optimizer.clear()
-        loss = 0.0
-        results: list[HeadResult] = []
-        for part in micro:
-            weights = token_weights(part, count, len(samples), self.config)
-            token_loss, coupled = self._loss(batch, part, weights, samples)
-            results.append(
-                accumulate(self.decoder, part, token_loss, self._grad_embed, self._grad_head, coupled=coupled)
-            )
-            self.optimizer.collect()
-            loss += results[-1].loss
+        loss, said = self._accumulate(batch, layout, count, samples)
         norm = self.optimizer.norm()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
@@ -128,7 +157,9 @@ class LocalTrainer:
             )
         metrics["learning_rate"] = self.optimizer.learning_rate
         self.optimizer.step(norm)
-        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, results, samples)
+        if self.adapters is not None:
+            self.adapters.merge()
+        metrics |= {"loss": loss, "grad_norm": norm} | self._health(batch, micro, said, samples)
         metrics["seconds"] = time.perf_counter() - begun
         self.recorder.record("train.step", step=batch.step, **metrics)
         return StepResult(batch.step, metrics)
@@ -142,6 +173,29 @@ class LocalTrainer:
             )
         if batch.loss in ("preference", "reward"):
             require_pairs(samples)
+
+    def _layout(self, samples: Sequence[Sample]) -> list[list[Microbatch]]:
+        """Return the micro-batches of every rank."""
+        return [pack(samples, self.config.tokens_per_microbatch)]
+
+    def _accumulate(
+        self, batch: Batch, layout: Sequence[Sequence[Microbatch]], tokens: int, samples: Sequence[Sample]
+    ) -> tuple[float, Said]:
+        """Gather the gradient of the batch; return its loss and what was said of its loss tokens."""
+        found = [self._pass(batch, part, tokens, samples) for part in layout[0]]
+        return sum(result.loss for result in found), Said.join(found)
+
+    def _pass(self, batch: Batch, part: Microbatch, tokens: int, samples: Sequence[Sample]) -> HeadResult:
+        weights = token_weights(part, tokens, len(samples), self.config)
+        return self._backward(part, *self._loss(batch, part, weights, samples))
+
+    def _backward(self, part: Microbatch, token_loss: TokenLoss, coupled: bool) -> HeadResult:
+        found = accumulate(
+            self.decoder, part, token_loss, self._grad_embed, self._grad_head,
+            coupled=coupled, recompute=self.config.recompute_activations,
+        )  # fmt: skip
+        self.optimizer.collect()
+        return found
 
     def _loss(
         self, batch: Batch, part: Microbatch, weights_N: torch.Tensor, samples: Sequence[Sample]
@@ -163,22 +217,17 @@ class LocalTrainer:
         return PolicyObjective(chosen, terms, config.geometric_mask, config.off_policy_delta, config.loss_kl)
 
     def _health(
-        self,
-        batch: Batch,
-        micro: Sequence[Microbatch],
-        results: Sequence[HeadResult],
-        samples: Sequence[Sample],
+        self, batch: Batch, micro: Sequence[Microbatch], said: Said, samples: Sequence[Sample]
     ) -> dict[str, float]:
-        logprobs = [result.logprobs_N for result in results]
         if batch.loss == "sft":
             return {}
         if batch.loss == "value":
-            return critic_health(micro, logprobs)
+            return critic_health(micro, said.of(micro))
         if batch.loss in ("preference", "reward"):
-            return pair_health(micro, logprobs, samples, batch.loss, self.config)
+            return pair_health(micro, said.of(micro), samples, batch.loss, self.config)
         return policy_health(
-            torch.cat(logprobs),
-            torch.cat([r.entropy_N for r in results if r.entropy_N is not None]),
+            said.logprobs_N,
+            said.entropy_N,
             policy_tokens(micro),
             self._objective(),
             [sample.domain for sample in samples],
@@ -197,18 +246,40 @@ class LocalTrainer:
 
     async def publish(self, version: Version) -> Manifest:
         """See :meth:`lehr.train.base.Trainer.publish`. Weights are in the compute dtype."""
+        return self._published(version, self.decoder)
+
+    def _published(self, version: Version, decoder: Decoder) -> Manifest:
         if self._publisher is None:
             raise ConfigError("this trainer has no folder to publish to", hint="Give it publish_to.")
-        return self._publisher.publish(version, self.decoder.to_hf())
+        return self._publisher.publish(version, decoder.to_hf())
 
     async def save(self, path: Path, *, resumable: bool = True) -> None:
-        """See :meth:`lehr.train.base.Trainer.save`. Weights are in float32."""
+        """See :meth:`lehr.train.base.Trainer.save`. Weights are in float32, an adapter is merged into them and
+        also by itself in the folder ``adapter``.
+        """
+        self._write(self.master, self._state() if resumable else {}, self.adapters, path)
 
-        def state(folder: Path) -> None:
-            write_safetensors(folder / OPTIMIZER, self.optimizer.state())
+    def snapshot(self, path: Path, *, resumable: bool = True) -> Callable[[], None]:
+        """Copy what :meth:`save` writes and return what writes the copy, in any thread, while steps go on. The
+        copy takes 12 bytes of memory per weight until it is written, 4 without ``resumable``.
+        """
+        state = {name: tensor.clone() for name, tensor in self._state().items()} if resumable else {}
+        master, adapters = copy.deepcopy(self.master), self.adapters and self.adapters.frozen()
+        return lambda: self._write(master, state, adapters, path)
 
-        extra = state if resumable else lambda _: None
-        save_model(self.master, path, self.tokenizer, extra)
+    def _write(
+        self, master: Decoder, state: Mapping[str, torch.Tensor], adapters: Adapters | None, path: Path
+    ) -> None:
+        def extra(folder: Path) -> None:
+            if state:
+                write_safetensors(folder / OPTIMIZER, state)
+            if adapters is not None:
+                adapters.write(folder / ADAPTER)
+
+        save_model(master, path, self.tokenizer, extra)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return self.optimizer.state() | (self.adapters.state() if self.adapters is not None else {})
 
     async def load(self, path: Path, *, optimizer: bool = True) -> None:
         """See :meth:`lehr.train.base.Trainer.load`."""
@@ -220,12 +291,22 @@ class LocalTrainer:
         self.master.load_hf(load_scalar(path).to_hf() if widened else load_tensors(path))
         self._renew()
         if state is not None:
+            if self.adapters is not None:
+                self.adapters.restore(state)
             self.optimizer.restore(state)
 
     async def reset(self, config: TrainConfig) -> None:
         """See :meth:`lehr.train.base.Trainer.reset`."""
         self.config = config
         self._renew()
+
+    async def allot(self, threads: int, cores: Sequence[int] = ()) -> None:
+        """Use these threads, on these cores where any are named, from the next step on."""
+        torch.set_num_threads(threads)
+        if cores:
+            for task in os.listdir("/proc/self/task"):
+                with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+                    os.sched_setaffinity(int(task), cores)
 
     async def close(self) -> None:
         """Remove published weights; nothing reads them any more."""

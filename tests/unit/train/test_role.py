@@ -1,11 +1,13 @@
 """The trainer in a process of its own."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 import torch
 
+import lehr.train.trainer as trainer_module
 from lehr.cluster.base import Role
 from lehr.cluster.local import LocalCluster
 from lehr.core.batch import Batch
@@ -16,7 +18,7 @@ from lehr.model.tiny import tiny_decoder
 from lehr.model.tokenizer import ByteTokenizer
 from lehr.train.base import TrainConfig
 from lehr.train.remote import RemoteTrainer
-from lehr.train.role import Share
+from lehr.train.role import Location, Share, build
 from lehr.train.trainer import LocalTrainer
 
 
@@ -66,3 +68,48 @@ def test_a_remote_trainer_does_what_a_local_one_does(samples, tmp_path):
     asyncio.run(work())
     assert (tmp_path / "saved" / "optimizer.safetensors").exists()
     assert not list((tmp_path / "weights").glob("*.part"))
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(samples, tmp_path, monkeypatch):
+    save_model(tiny_decoder(seed=2), tmp_path / "start", ByteTokenizer())
+    config = TrainConfig(learning_rate=1e-2, dtype="float32")
+    batches = [Batch(n, "sft", tuple(samples.group(str(n), 3))) for n in range(3)]
+    gate = threading.Event()
+    really = trainer_module.save_model
+
+    def slowly(*arguments) -> None:
+        assert gate.wait(20)
+        really(*arguments)
+
+    async def work() -> None:
+        service = await build(
+            {"model": str(tmp_path / "start"), "publish_to": str(tmp_path / "w"), "train": config.model_dump()}
+        )
+        await service.step(batches[0])
+        monkeypatch.setattr(trainer_module, "save_model", slowly)
+        await service.save(Location(str(tmp_path / "at1"), background=True))
+        await service.step(batches[1])
+        assert not (tmp_path / "at1").exists()
+        gate.set()
+        await service.settle()
+        await service.step(batches[2])
+        monkeypatch.setattr(trainer_module, "save_model", really)
+        await service.save(Location(str(tmp_path / "whole")))
+        await service.load(Location(str(tmp_path / "at1")))
+        for batch in batches[1:]:
+            await service.step(batch)
+        await service.save(Location(str(tmp_path / "again")))
+        (tmp_path / "file").write_text("")
+        await service.save(Location(str(tmp_path / "file" / "below"), background=True))
+        with pytest.raises(ConfigError, match="cannot write"):
+            await service.settle()
+        await service.save(Location(str(tmp_path / "file" / "below"), background=True))
+        await asyncio.wait([service._writing])
+        with pytest.raises(ConfigError, match="cannot write"):
+            await service.step(batches[0])
+        await service.step(batches[0])
+        await service.close()
+
+    asyncio.run(work())
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()

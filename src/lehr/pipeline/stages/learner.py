@@ -32,7 +32,9 @@ class Learner:
     async def apply(
         self, step: int, groups: Sequence[Group], replayed: Sequence[Sample] = ()
     ) -> dict[str, float]:
-        """Train on a batch and on what it replays, in as many passes as the stage says. Returns the metrics of the first."""
+        """Train on a batch and on what it replays, in as many passes as the stage says. Returns the metrics of
+        the first.
+        """
         stage = self.stage
         samples = cut(groups)
         if self.reference is not None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lehr.core.batch import Manifest
 from lehr.core.reward import Valid
@@ -106,6 +106,7 @@ class RlRun:
         self.busy_s = self.verified_s = 0.0
         self.own_tokens = 0
         self.syncing: asyncio.Task[None] | None = None
+        self.saving: asyncio.Task[None] | None = None
         self.trained = 0
         self.why = ""
         self.start = Path()
@@ -130,7 +131,7 @@ class RlRun:
                 await self._steps(first)
         finally:
             self.dispatcher.stop()
-            pending = [task for task in (dispatching, self.syncing) if task is not None]
+            pending = [task for task in (dispatching, self.syncing, self.saving) if task is not None]
             await asyncio.gather(*pending, return_exceptions=True)
         for group in ctx.ledger.open_groups(stage.name):
             ctx.ledger.drop_group(group.id, "stage_over")
@@ -179,9 +180,12 @@ class RlRun:
                 return await self._go_back()
             if len(filled.groups) < stage.groups_per_batch:  # the version rose, but fewer places came free
                 self.dispatcher.release(len(filled.groups) - stage.groups_per_batch)
+            if self.saving is not None and self.saving.done():
+                await self._saved()
             if step % stage.checkpoint_every == 0 and step < stage.steps and not self.guard.suspicious:
                 await self._checkpoint(step)
         await self._synced()
+        await self._saved()
 
     def _why_starved(self) -> str:
         """Say whether the tasks are too hard or too easy, and what to change."""
@@ -301,13 +305,24 @@ class RlRun:
         ctx, stage = self.ctx, self.stage
         ctx.folder.require_space()
         path = ctx.folder.checkpoint(stage.name, step)
-        await ctx.trainer.save(path, resumable=True)
-        await self.save_more(path)
+        await self._saved()
+        await ctx.trainer.save(path, resumable=True, background=True)
         state = self.learner.state() | self.guard.state() | {"replay": self.replaying.state()}
-        previous = ctx.ledger.record_checkpoint(stage.name, step, path.name, state)
+        self.saving = asyncio.create_task(self._record(step, path, state))
+
+    async def _record(self, step: int, path: Path, state: dict[str, Any]) -> None:
+        """Name the checkpoint in the ledger once it is there; until then a resume takes the one before."""
+        await self.ctx.trainer.settle()
+        await self.save_more(path)
+        previous = self.ctx.ledger.record_checkpoint(self.stage.name, step, path.name, state)
         if previous is not None and previous != path.name:
-            ctx.folder.remove_checkpoint(previous)
+            self.ctx.folder.remove_checkpoint(previous)
         self.saved = step
+
+    async def _saved(self) -> None:
+        if self.saving is not None:
+            await self.saving
+            self.saving = None
 
     # ---- groups: drawn, run, finished, dropped
 

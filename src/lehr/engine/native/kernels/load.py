@@ -28,6 +28,8 @@ ARGUMENTS = {
     "attend_sparse": (*[c_void_p] * 5, *[c_int64] * 9),
     "choose": (*[c_void_p] * 4, *[c_int64] * 7),
     "draw": (*[c_void_p] * 5, c_int64, c_int64),
+    "norm_back": (*[c_void_p] * 6, c_int64, c_int64, c_float),
+    "gated_back": (*[c_void_p] * 3, c_int64, c_int64),
     "int8_rows": (*[c_void_p] * 5, c_int64, c_int64, c_int64),
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -55,6 +57,8 @@ class Kernels:
     attend_sparse: Any
     choose: Any
     draw: Any
+    norm_back: Any
+    gated_back: Any
     int8_rows: Any
 
 
@@ -62,6 +66,29 @@ def kernels_for(dtype: torch.dtype) -> Kernels | None:
     """Return the kernels for a dtype, or None where they cannot be had, which is logged once."""
     library = _library()
     return Kernels(library, DTYPES[dtype]) if library is not None and dtype in DTYPES else None
+
+
+class SpanKernels:
+    """Attention over packed spans in bfloat16 with the processor's matrix registers, forwards and backwards."""
+
+    attend_spans: Any
+    attend_spans_back: Any
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, pointers in (("attend_spans", 7), ("attend_spans_back", 11)):
+            function = getattr(library, name)
+            function.argtypes, function.restype = (*[c_void_p] * pointers, c_int64, c_void_p), None
+            setattr(self, name, function)
+
+
+@functools.cache
+def span_kernels() -> SpanKernels | None:
+    """Return the kernels of attention over spans, or None where there are none or no matrix registers."""
+    library = _library()
+    if library is None:
+        return None
+    library.can_attend_spans.restype = c_int64
+    return SpanKernels(library) if library.can_attend_spans() else None
 
 
 @functools.cache

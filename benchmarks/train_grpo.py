@@ -1,4 +1,4 @@
-"""Benchmarks of training.
+"""One step of reinforcement learning.
 
 ``train.grpo_step``: one whole step of reinforcement learning on the default model, 8 prompts with 8 completions
 each of up to 32 tokens: sampling, rewards, one optimiser step, and the new weights in force in the engine.
@@ -12,9 +12,7 @@ import asyncio
 import itertools
 import json
 import os
-import select
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,13 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.row import Row
+from benchmarks.workers import Worker, trl_python
 
 HERE = Path(__file__).parent
-PINS = ("trl==1.16.0", "torch==2.13.0")
 PROMPTS, GROUP, NEW_TOKENS = 8, 8, 32
 ROUNDS = 3
-ANSWER_S = 900
-"""Seconds that a measured step may take."""
 
 
 def rows() -> Iterator[Row]:
@@ -45,8 +41,8 @@ def rows() -> Iterator[Row]:
         "threads": len(os.sched_getaffinity(0)),
     }
     rounds = int(os.environ.get("BENCH_ROUNDS", ROUNDS))
-    ours = Worker([sys.executable, "-m", "benchmarks.train"], job)
-    peer = Worker([str(environment("trl", PINS)), str(HERE / "peers" / "trl_grpo.py")], job)
+    ours = Worker([sys.executable, "-m", "benchmarks.train_grpo"], job)
+    peer = Worker([str(trl_python()), str(HERE / "peers" / "trl_grpo.py")], job)
     try:
         times: dict[str, list[float]] = {"ours": [], "peer": []}
         for number in range(rounds + 1):
@@ -72,56 +68,6 @@ def prompts() -> list[str]:
         words = " ".join(text.split()[5:15])
         found.append(f"{begin[number % len(begin)]} {words}")
     return found
-
-
-def environment(name: str, pins: tuple[str, ...]) -> Path:
-    """Return the interpreter of an environment that holds ``pins``, made if it is not there."""
-    folder = HERE / ".venvs" / name
-    python, stamp = folder / "bin" / "python", folder / "pins"
-    if not stamp.exists() or stamp.read_text() != "\n".join(pins):
-        print(f"    installing {', '.join(pins)} into {folder.relative_to(HERE.parent)}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        extra = os.environ.get("PIP_ARGS", "").split()
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-compile", *extra, *pins], check=True)
-        stamp.write_text("\n".join(pins))
-    return python
-
-
-class Worker:
-    """A process that takes one measured step per line of its standard input."""
-
-    def __init__(self, command: list[str], job: dict[str, Any]) -> None:
-        env = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "TOKENIZERS_PARALLELISM": "false"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=HERE.parent
-        )
-        self._say(json.dumps(job))
-        self.ready = self._hear()
-
-    def go(self) -> dict[str, Any]:
-        """Take a step; return ``seconds``, ``cpu_s`` and sampled ``tokens``."""
-        self._say("go")
-        return self._hear()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def _hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
-            self.close()
-            raise RuntimeError(f"{self._process.args} gave no answer within {ANSWER_S} s")
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}")
-        return json.loads(line)
 
 
 async def _ours() -> None:
