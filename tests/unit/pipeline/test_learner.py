@@ -15,6 +15,7 @@ from lehr.core.errors import Diverged, RoleLost
 from lehr.core.reward import Valid
 from lehr.core.trace import Segment, Trace
 from lehr.model.tiny import random_decoder, tiny_config
+from lehr.pipeline.beside import over_tokens
 from lehr.pipeline.recipe import RlStage
 from lehr.pipeline.samples import cut
 from lehr.pipeline.stages.guard import Guard
@@ -67,7 +68,8 @@ def groups(trainer: LocalTrainer, count: int = 2) -> list[Group]:
         segment = Segment(tokens, own, zeros, zeros.copy(), zeros + 1, versions, np.array([8], np.int32))
         (sample,) = cut([Group(name, "d", "t", (Judged(Trace("x", "t", name, 0, (segment,)), Valid(0.0)),))])
         (logprobs,) = run(trainer.score([sample]))
-        trace = Trace(f"{name}{number}", "t", name, number, (replace(segment, raw_logprobs=logprobs),))
+        segment = replace(segment, raw_logprobs=over_tokens(sample, logprobs))
+        trace = Trace(f"{name}{number}", "t", name, number, (segment,))
         return Judged(trace, Valid(float(number % 2)))
 
     return [Group(f"g{g}", "d", "t", tuple(member(f"g{g}", n) for n in range(4))) for g in range(count)]
