@@ -64,6 +64,8 @@ class PpoRun(RlRun):
     stage's first weights, where divergence costs.
     """
 
+    policy_alone = False
+
     def __init__(
         self,
         ctx: Context,

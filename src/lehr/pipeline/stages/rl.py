@@ -75,6 +75,9 @@ class RlRun:
     :meth:`teaches`; one that trains more than the policy also :meth:`save_more` and :meth:`load_more`.
     """
 
+    policy_alone = True
+    """Whether a checkpoint holds the policy and nothing else, so that it can be written while steps go on."""
+
     def __init__(self, ctx: Context, stage: RlStage) -> None:
         self.ctx = ctx
         self.stage = stage
@@ -212,6 +215,7 @@ class RlRun:
         """Load the last good weights: what came after them has diverged. Completes ``why`` with which they
         are.
         """
+        await self._saved()
         ctx, stage = self.ctx, self.stage
         path = ctx.folder.require_checkpoint(stage.name, self.saved) if self.saved else self.start
         await ctx.trainer.load(path, optimizer=False)
@@ -306,14 +310,14 @@ class RlRun:
         ctx.folder.require_space()
         path = ctx.folder.checkpoint(stage.name, step)
         await self._saved()
-        await ctx.trainer.save(path, resumable=True, background=True)
+        await ctx.trainer.save(path, resumable=True, background=self.policy_alone)
+        await self.save_more(path)
         state = self.learner.state() | self.guard.state() | {"replay": self.replaying.state()}
         self.saving = asyncio.create_task(self._record(step, path, state))
 
     async def _record(self, step: int, path: Path, state: dict[str, Any]) -> None:
         """Name the checkpoint in the ledger once it is there; until then a resume takes the one before."""
         await self.ctx.trainer.settle()
-        await self.save_more(path)
         previous = self.ctx.ledger.record_checkpoint(self.stage.name, step, path.name, state)
         if previous is not None and previous != path.name:
             self.ctx.folder.remove_checkpoint(previous)
