@@ -12,6 +12,9 @@ import pytest
 
 from lehr.app.cli import COMMANDS, run
 from lehr.core.config import load
+from lehr.model.checkpoint import save_model
+from lehr.model.tiny import tiny_decoder
+from lehr.model.tokenizer import ByteTokenizer
 from lehr.pipeline.recipe import ControlStage, Recipe, quickstart_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -85,3 +88,14 @@ def test_recipes_resolve_and_the_written_out_quickstart_is_the_quickstart() -> N
     assert recipes["control"] == quickstart_recipe(control=True)
     assert recipes["tiny"] == quickstart_recipe("tiny")
     assert isinstance(recipes["control"].stages[-1], ControlStage)
+
+
+def test_the_native_engine_in_code_runs_as_written(tmp_path: Path) -> None:
+    page = (ROOT / "docs/engines.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page.partition("## Native, in code")[2], re.DOTALL)[0]
+    save_model(tiny_decoder(), tmp_path / "tiny", ByteTokenizer())
+    assert code.count('"smollm2-135m"') == 1
+    code = code.replace('"smollm2-135m"', repr(str(tmp_path / "tiny")))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert all(f"def {name}" in done.stdout for name in ("median", "mean", "spread"))
