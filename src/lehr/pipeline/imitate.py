@@ -9,6 +9,7 @@ from typing import Protocol
 from lehr.core.batch import Sample
 from lehr.pipeline.context import Context
 from lehr.pipeline.epochs import epoch_batches, steps_per_epoch
+from lehr.train.base import TrainConfig
 
 
 class Imitating(Protocol):
@@ -29,6 +30,11 @@ class Imitating(Protocol):
         """Samples in a step."""
         ...
 
+    @property
+    def train(self) -> TrainConfig:
+        """How steps are taken."""
+        ...
+
 
 async def imitate(ctx: Context, stage: Imitating, samples: Sequence[Sample]) -> None:
     """Train on ``samples``; without any, do nothing."""
@@ -36,6 +42,7 @@ async def imitate(ctx: Context, stage: Imitating, samples: Sequence[Sample]) -> 
         return
     await ctx.allot(trainer=ctx.division.training)
     per_epoch = steps_per_epoch(samples, stage.batch_size)
+    await ctx.trainer.reset(stage.train.within(per_epoch * stage.epochs))
     ctx.observer.stage(f"{stage.name} train", per_epoch * stage.epochs, "steps")
     step = 0
     for epoch in range(stage.epochs):

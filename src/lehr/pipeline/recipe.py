@@ -185,6 +185,8 @@ class RlStage(Config):
     def _fits(self) -> RlStage:
         if self.reward_model is not None and self.credit != "value":
             raise ValueError("a reward_model's score is no part of credit='passed'; set credit='value'")
+        self.train.within(self.steps * self.passes)
+        self.critic.train.within(self.steps * self.critic.passes)
         if self.advantage == "gae" and self.negative_weight != 1:
             raise ValueError("negative_weight is for advantage='group'; leave it out with 'gae'")
         if self.advantage == "gae" and self.replay is not None:
@@ -222,6 +224,12 @@ class ControlStage(Config):
     """The stages whose seconds are spent."""
     batch_size: Count = 16
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _ends_by_the_clock(self) -> ControlStage:
+        if self.train.schedule != "constant" and not self.train.total_steps:
+            raise ValueError("a control stage ends by the clock: set train.total_steps, or schedule='constant'")
+        return self
 
 
 Stage = Annotated[

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from lehr.core.batch import Batch, Manifest, Sample, StepResult
 from lehr.core.config import Config, Count, Dtype
+from lehr.core.errors import ConfigError
 from lehr.core.trace import Version
 
 PolicyLossName = Literal["dppo_tv", "ppo_clip", "decoupled_ppo", "gspo", "cispo", "tis", "none"]
@@ -51,7 +52,8 @@ class TrainConfig(Config):
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """How the learning rate goes on after the warm-up; ``wsd`` is constant until the last ``decay_steps``."""
     total_steps: int = Field(default=0, ge=0, lt=1 << 31)
-    """Steps in which a schedule other than ``constant`` comes to its end, warm-up included."""
+    """Steps in which a schedule other than ``constant`` comes to its end, warm-up included; 0 is as many as the
+    stage takes."""
     decay_steps: int = Field(default=0, ge=0, lt=1 << 31)
     """Last steps of ``wsd``, over which the learning rate falls linearly."""
     final_rate: float = Field(default=0.0, ge=0, le=1)
@@ -116,18 +118,32 @@ class TrainConfig(Config):
     """Also take in groups whose advantages are all zero (they then feel the log-ratio penalty)."""
 
     @model_validator(mode="after")
-    def _schedule_has_an_end(self) -> TrainConfig:
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"schedule {self.schedule!r} needs total_steps above warmup_steps ({self.warmup_steps}), "
-                f"not {self.total_steps}"
-            )
-        if self.schedule == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
-            raise ValueError(
-                f"schedule 'wsd' needs decay_steps from 1 to total_steps - warmup_steps "
-                f"({self.total_steps - self.warmup_steps}), not {self.decay_steps}"
-            )
+    def _schedule_fits(self) -> TrainConfig:
+        if self.schedule == "wsd" and not self.decay_steps:
+            raise ValueError("schedule 'wsd' needs decay_steps, the last steps over which the rate falls")
+        if self.total_steps:
+            _require_room(self, self.total_steps)
         return self
+
+    def within(self, steps: int) -> TrainConfig:
+        """Return these settings with a schedule that ends after ``steps``, where it was not told when. Raises
+        :class:`ConfigError` where warm-up and decay take more.
+        """
+        if self.schedule == "constant" or self.total_steps:
+            return self
+        _require_room(self, steps)
+        return self.model_copy(update={"total_steps": steps})
+
+
+def _require_room(config: TrainConfig, steps: int) -> None:
+    if config.schedule == "constant":
+        return
+    decay = config.decay_steps if config.schedule == "wsd" else 1
+    if config.warmup_steps + decay > steps:
+        raise ConfigError(
+            f"schedule {config.schedule!r} has {config.warmup_steps} warmup_steps and {decay} decay_steps",
+            expected=f"at most {steps} together, which is all the steps there are",
+        )
 
 
 Baseline = Literal["mean", "leave_one_out"]

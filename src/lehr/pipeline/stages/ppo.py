@@ -94,7 +94,8 @@ class PpoRun(RlRun):
 
     async def load_more(self, path: Path | None) -> None:
         """Go on with the critic of a checkpoint, or begin with a fresh one."""
-        await self._critic.reset(self.stage.critic.train)
+        settings = self.stage.critic
+        await self._critic.reset(settings.train.within(self.stage.steps * settings.passes))
         if path is None:
             await self._critic.load(self._critic_start, optimizer=False)
         else:

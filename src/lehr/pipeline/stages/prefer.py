@@ -124,6 +124,7 @@ async def _train(
 ) -> None:
     total = -(-len(pairs) // stage.batch_size) * stage.epochs
     ctx.observer.stage(f"{stage.name} train", total, "steps")
+    await model.reset(stage.train.within(total))
     step = 1
     for epoch in range(stage.epochs):
         for batch in pair_batches(

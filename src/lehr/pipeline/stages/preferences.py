@@ -35,6 +35,7 @@ class PairSource(Config):
     """Times that each pair is trained on."""
     batch_size: Count = 16
     """Pairs in a step."""
+    train: TrainConfig = TrainConfig()
 
 
 class PreferStage(PairSource):

@@ -395,12 +395,13 @@ class RlRun:
         ctx, stage = self.ctx, self.stage
         view = ctx.ledger.resume_view(stage.name)
         checkpoint = view.checkpoint
+        settings = stage.train.within(stage.steps * stage.passes)
         if checkpoint is None:
             await ctx.trainer.load(start, optimizer=False)
-            await ctx.trainer.reset(stage.train)
+            await ctx.trainer.reset(settings)
             await self.load_more(None)
         else:
-            await ctx.trainer.reset(stage.train)
+            await ctx.trainer.reset(settings)
             path = ctx.folder.require_checkpoint(stage.name, checkpoint.step)
             await ctx.trainer.load(path, optimizer=True)
             await self.load_more(path)

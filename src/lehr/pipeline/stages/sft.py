@@ -30,8 +30,9 @@ async def run_sft(ctx: Context, stage: SftStage, start: Path) -> None:
     and repeats exactly.
     """
     await ctx.trainer.load(start, optimizer=False)
-    await ctx.trainer.reset(stage.train)
     samples, held_out = await training_set(ctx, stage)
+    steps = steps_per_epoch(samples, stage.batch_size) * stage.max_epochs
+    await ctx.trainer.reset(stage.train.within(steps))
     best_path = ctx.folder.checkpoints / f".{stage.name}-best"
     best, since_best, step = -math.inf, 0, 0
     for epoch in range(stage.max_epochs):
