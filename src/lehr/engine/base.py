@@ -109,6 +109,27 @@ class EngineStats:
     accepted_tokens: int = 0
     tiers: TierStats = TierStats()
 
+    @classmethod
+    def of_all(cls, found: Sequence[EngineStats]) -> EngineStats:
+        """Return sums over several engines; ``busy_s`` is their mean, ``version`` the oldest."""
+        return cls(
+            version=min(s.version for s in found),
+            running=sum(s.running for s in found),
+            waiting=sum(s.waiting for s in found),
+            blocks_free=sum(s.blocks_free for s in found),
+            blocks_cached=sum(s.blocks_cached for s in found),
+            blocks_held=sum(s.blocks_held for s in found),
+            blocks_total=sum(s.blocks_total for s in found),
+            prompt_tokens=sum(s.prompt_tokens for s in found),
+            cached_tokens=sum(s.cached_tokens for s in found),
+            own_tokens=sum(s.own_tokens for s in found),
+            busy_s=sum(s.busy_s for s in found) / len(found),
+            steps=sum(s.steps for s in found),
+            drafted_tokens=sum(s.drafted_tokens for s in found),
+            accepted_tokens=sum(s.accepted_tokens for s in found),
+            tiers=sum((s.tiers for s in found), TierStats()),
+        )
+
 
 class Engine(Protocol):
     """Serves completions. All methods are safe to call concurrently."""

@@ -65,3 +65,10 @@ class Allotment:
 
     threads: int
     cores: tuple[int, ...] = ()
+
+    def divided(self, count: int) -> list[Allotment]:
+        """Return ``count`` parts: cores of their own where there are enough, else all share the cores."""
+        threads = max(1, self.threads // count)
+        if len(self.cores) < count:
+            return [Allotment(threads, self.cores)] * count
+        return [Allotment(threads, self.cores[number::count]) for number in range(count)]

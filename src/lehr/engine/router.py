@@ -10,7 +10,7 @@ to others, and ``attendance`` takes it back once it works and has the weights in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +25,9 @@ from lehr.core.errors import ConfigError, DeadlineExceeded, LehrError
 from lehr.core.trace import Completion, Sampling, Version
 from lehr.engine.affinity import Beginning, beginnings
 from lehr.engine.attendance import FIRST_PROBE_S, PROBE_S, Attendance
-from lehr.engine.base import EngineBroken, EngineError, EngineStats, InFlight, TierStats, UnknownSession
+from lehr.engine.base import EngineBroken, EngineError, EngineStats, InFlight, UnknownSession
 from lehr.engine.messages import Allotment
-from lehr.engine.seats import BROKEN, Member, Seat, Seating
+from lehr.engine.seats import BROKEN, Member, Seat, Seating, all_of
 
 T = TypeVar("T")
 
@@ -231,7 +231,7 @@ class Router:
         for seat in seats:
             seat.updating = True
         try:
-            found = await _all(seat.engine.activate(version, in_flight) for seat in seats)
+            found = await all_of(seat.engine.activate(version, in_flight) for seat in seats)
         finally:
             for seat in seats:
                 seat.updating = False
@@ -336,7 +336,7 @@ class Router:
 
     async def allot(self, allotment: Allotment) -> None:
         """Divide a share of the machine between the members."""
-        parts = self._parts = divided(allotment, len(self._seats))
+        parts = self._parts = allotment.divided(len(self._seats))
         await self._everyone(lambda seat: seat.engine.allot(parts[seat.number]))
 
     async def stats(self) -> EngineStats:
@@ -348,24 +348,7 @@ class Router:
             _require(had, said.version)
             return said
 
-        found = await self._everyone(ask)
-        return EngineStats(
-            version=min(s.version for s in found),
-            running=sum(s.running for s in found),
-            waiting=sum(s.waiting for s in found),
-            blocks_free=sum(s.blocks_free for s in found),
-            blocks_cached=sum(s.blocks_cached for s in found),
-            blocks_held=sum(s.blocks_held for s in found),
-            blocks_total=sum(s.blocks_total for s in found),
-            prompt_tokens=sum(s.prompt_tokens for s in found),
-            cached_tokens=sum(s.cached_tokens for s in found),
-            own_tokens=sum(s.own_tokens for s in found),
-            busy_s=sum(s.busy_s for s in found) / len(found),
-            steps=sum(s.steps for s in found),
-            drafted_tokens=sum(s.drafted_tokens for s in found),
-            accepted_tokens=sum(s.accepted_tokens for s in found),
-            tiers=sum((s.tiers for s in found), TierStats()),
-        )
+        return EngineStats.of_all(await self._everyone(ask))
 
     @property
     def out(self) -> dict[int, str]:
@@ -375,7 +358,7 @@ class Router:
     async def close(self) -> None:
         """Abort what runs in every member. Idempotent. A member that is out may be gone."""
         await self._attendance.close()
-        found = await _all(seat.engine.close() for seat in self._seats)
+        found = await all_of(seat.engine.close() for seat in self._seats)
         for result in found:
             if result is not None and not isinstance(result, BROKEN):
                 raise result
@@ -387,7 +370,7 @@ class Router:
         seats = self._attendance.serving
         if not seats:
             raise self._attendance.nobody()
-        found = await _all(call(seat) for seat in seats)
+        found = await all_of(call(seat) for seat in seats)
         failures: list[Exception] = []
         for seat, result in zip(seats, found, strict=True):
             if isinstance(result, Exception):
@@ -398,14 +381,6 @@ class Router:
         if other is not None or len(failures) == len(seats):
             raise other or failures[0]
         return [result for result in found if not isinstance(result, Exception)]
-
-
-def divided(allotment: Allotment, count: int) -> list[Allotment]:
-    """Return ``count`` parts: cores of their own where there are enough, else all of them share the cores."""
-    threads = max(1, allotment.threads // count)
-    if len(allotment.cores) < count:
-        return [Allotment(threads, allotment.cores)] * count
-    return [Allotment(threads, allotment.cores[number::count]) for number in range(count)]
 
 
 def _require(had: Version | None, found: Version) -> None:
@@ -425,19 +400,3 @@ async def _ended(member: Member, session: str) -> int:
         return await member.abort(session)
     except UnknownSession:
         return 0  # its requests are another member's
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | Exception]:
-    """Run calls side by side and return what each returned or raised; a cancelled caller cancels them."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-    finally:
-        for task in tasks:
-            task.cancel()
-    results: list[T | Exception] = []
-    for result in found:
-        if isinstance(result, BaseException) and not isinstance(result, Exception):
-            raise result
-        results.append(result)
-    return results

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from lehr.core.errors import RoleLost
 from lehr.core.trace import Version
 from lehr.engine.affinity import Beginning, Prefixes
 from lehr.engine.base import Engine, EngineBroken
 from lehr.engine.messages import Allotment
+
+T = TypeVar("T")
 
 BROKEN = (RoleLost, EngineBroken, ConnectionError)
 """What says that an engine serves nobody, rather than that it refused one request."""
@@ -91,3 +94,19 @@ class Seating:
             return None, 0
         home = min((by_number[number] for number in found.members), key=lambda seat: seat.load)
         return home, SLACK if found.whole else min(SLACK, found.tokens // WORTH)
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | Exception]:
+    """Run calls side by side and return what each returned or raised; a cancelled caller cancels them."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        for task in tasks:
+            task.cancel()
+    results: list[T | Exception] = []
+    for result in found:
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
+            raise result
+        results.append(result)
+    return results

@@ -14,7 +14,7 @@ from lehr.cluster.local import LocalCluster
 from lehr.engine.messages import Allotment
 from lehr.engine.native.settings import NativeConfig
 from lehr.engine.remote import RemoteEngine
-from lehr.engine.router import Router, divided
+from lehr.engine.router import Router
 from lehr.model.base import Renderer
 from lehr.pipeline.cores import divide
 from lehr.pipeline.models import context_tokens, load_renderer
@@ -74,7 +74,7 @@ async def start_engines(
     """
     whole = divide().sampling
     count = count or min(len(whole.cores), MOST_ENGINES)
-    parts = divided(Allotment(whole.threads, whole.cores), count)
+    parts = Allotment(whole.threads, whole.cores).divided(count)
     native = config.model_copy(update={"cache_tokens": max(16, config.cache_tokens // count)})
     body = {"model": str(model), "native": native.model_dump(), "incarnation": incarnation}
     async with asyncio.TaskGroup() as tasks:

@@ -21,7 +21,7 @@ from lehr.engine.base import EngineBroken, EngineError, EngineStats, RequestTooL
 from lehr.engine.local import open_engine
 from lehr.engine.messages import Allotment
 from lehr.engine.native.settings import NativeConfig
-from lehr.engine.router import Router, divided
+from lehr.engine.router import Router
 from lehr.engine.seats import SLACK, WORTH
 from lehr.model.checkpoint import save_model
 from lehr.model.tiny import random_decoder
@@ -727,9 +727,9 @@ def test_no_request_is_lost_and_versions_never_fall(events: list[tuple[str, int]
 
 
 def test_cores_are_divided():
-    assert divided(Allotment(4, (0, 1, 2, 3)), 2) == [Allotment(2, (0, 2)), Allotment(2, (1, 3))]
-    assert divided(Allotment(1, (0,)), 2) == [Allotment(1, (0,))] * 2
-    assert divided(Allotment(2, ()), 2) == [Allotment(1, ())] * 2
+    assert Allotment(4, (0, 1, 2, 3)).divided(2) == [Allotment(2, (0, 2)), Allotment(2, (1, 3))]
+    assert Allotment(1, (0,)).divided(2) == [Allotment(1, (0,))] * 2
+    assert Allotment(2, ()).divided(2) == [Allotment(1, ())] * 2
 
     async def act(router: Router, members: list[Recording]) -> None:
         await router.allot(Allotment(2, (4, 5)))
