@@ -173,7 +173,7 @@ def test_r28_a_killed_ppo_run_goes_on_with_the_same_policy_and_critic(tmp_path: 
     output = finish(again)
     assert again.returncode == 0, output[-3000:]
     assert "note resumed rl at step" in output
-    check_exactly_once(folder)
+    check_exactly_once(folder, replays=False)
     policy, critic = asyncio.run(_applied_once(folder))
     for trainer, name in ((policy, "rl"), (critic, "rl-critic")):
         saved = load_tensors(folder / "checkpoints" / name)

@@ -35,6 +35,8 @@ from lehr.train.base import TrainConfig
 from lehr.train.trainer import LocalTrainer
 from lehr.verify.base import VERIFIERS
 
+pytestmark = pytest.mark.timeout(300)  # four stages are run for all tests together
+
 FAST = TrainConfig(learning_rate=3e-3)
 
 

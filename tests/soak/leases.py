@@ -59,10 +59,12 @@ class Held:
     def now(cls) -> Held:
         """Count. Mounts are those of every namespace below this process."""
         below = _below(os.getpid())
-        namespaces = {os.stat(f"/proc/{pid}/ns/mnt").st_ino: pid for pid in below}
-        mounts = sum(
-            len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines()) for pid in namespaces.values()
-        )
+        spaces: dict[int, int] = {}
+        for pid in below:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has just ended
+                lines = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
+                spaces[os.stat(f"/proc/{pid}/ns/mnt").st_ino] = len(lines)
+        mounts = sum(spaces.values())
         owned = f"-{os.getpid()}-"
         folders = [place.folder.iterdir() for place in find_places().controllers.values()]
         groups = sum(owned in path.name for group in folders for path in group)

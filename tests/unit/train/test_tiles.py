@@ -20,7 +20,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.skipif(span_kernels() is None, reason="the processor has no matrix registers")
+@pytest.mark.skipif(span_kernels() is None, reason="other host: the processor has no matrix registers")
 @pytest.mark.parametrize("heads", [(6, 2, 64), (4, 4, 32), (9, 3, 64)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tiles_do_what_plain_attention_does(name, heads):
