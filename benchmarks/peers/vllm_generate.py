@@ -3,10 +3,10 @@
 Runs in vLLM's own environment, which ``make test-vllm`` makes. The same exchange of lines as
 ``transformers_generate.py``. Where its settings are not its defaults:
 
-- The engine runs in this process and on every core. By default it runs in two more, and leaves a core to the one
-  that schedules: half of a machine that has two.
-- The limits are the same for every batch, so that what is compiled at the first start serves all that follow. It
-  compiles with one thread, for a minute or two; vLLM keeps the result in ``~/.cache/vllm``.
+- The engine runs in this process and on every core. By default it runs in two more, and leaves a core to the
+  one that schedules: half of a machine that has two.
+- The limits are the same for every batch, so that what is compiled at the first start serves all that follow.
+  It compiles with one thread, for minutes; vLLM keeps the result in ``~/.cache/vllm``.
 - The prefix cache is emptied between rounds. The other sides compute every prompt in every round, too.
 """
 
