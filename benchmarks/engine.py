@@ -3,9 +3,9 @@
 ``engine.decode.b1``, ``.b16``, ``.b64``: as many different chat prompts, 48 new tokens each at temperature 1,
 prompts included in the time. Ours: engines as a run starts them, one per core; for a single prompt one engine
 on all cores. Peers: ``transformers`` generation of the same prompts as one left-padded batch, and vLLM on a
-CPU where its environment is, warm and with its prefix cache; in the same dtype, with as many threads, a row for
-each. Each runs in a process of its own and they take turns. The share of the measured
-matrix peak that our multiply-adds reach is printed beside it.
+CPU where its environment is, compiled and warm, its prefix cache emptied between rounds; in the same dtype,
+with as many threads, a row for each. Each runs in a process of its own and they take turns. The share of the
+measured matrix peak that our multiply-adds reach is printed beside it.
 """
 
 from __future__ import annotations

