@@ -1,4 +1,4 @@
-"""Peer of ``engine.decode``: vLLM's offline generation on a CPU, compiled, warm, at its best settings.
+"""Peer of ``engine.decode``: vLLM's offline generation on a CPU, compiled and warm.
 
 Runs in vLLM's own environment, which ``make test-vllm`` makes. The same exchange of lines as
 ``transformers_generate.py``. Where its settings are not its defaults:
