@@ -21,10 +21,11 @@ def policy_health(
 
     entropy: mean over tokens, nats. ratio, ratio_max, ratio_sequence: trainer over sampler, per token and as
     the geometric mean per sample. mismatch_kl: mean k3 of trainer and sampler; mismatch_abs and
-    mismatch_abs_p99: mean and 99th percentile of ``|log pi - log mu|``, in all and as ``NAME/DOMAIN``. ess:
-    effective sample size as a fraction of the tokens (Kong 1992). clipped_up, clipped_down: fraction of tokens
-    with positive or negative advantage on which the bound of the loss acts; masked_up, masked_down: of which a
-    sequence mask takes the gradient. reference_kl: mean k3 to the reference, where there is one.
+    mismatch_abs_{p50,p99,max}: mean, median, 99th percentile and maximum of ``|log pi - log mu|``, in all and
+    as ``NAME/DOMAIN``. ess: effective sample size as a fraction of the tokens (Kong 1992). clipped_up,
+    clipped_down: fraction of tokens with positive or negative advantage on which the bound of the loss acts;
+    masked_up, masked_down: of which a sequence mask takes the gradient. reference_kl: mean k3 to the reference,
+    where there is one.
     """
     change = log_ratio(logprobs_N, tokens.sampled_T).double()
     ratio = change.exp()
@@ -60,5 +61,7 @@ def policy_health(
 
 def _mismatch(distance: Tensor, suffix: str) -> dict[str, float]:
     ordered = distance.sort().values
-    high = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return {f"mismatch_abs{suffix}": float(distance.mean()), f"mismatch_abs_p99{suffix}": float(high)}
+    last = len(ordered) - 1
+    points = {"_p50": last // 2, "_p99": min(last, int(0.99 * len(ordered))), "_max": last}
+    found = {"": float(distance.mean())} | {name: float(ordered[at]) for name, at in points.items()}
+    return {f"mismatch_abs{name}{suffix}": value for name, value in found.items()}
