@@ -46,7 +46,7 @@ def test_r1_in_float32_the_ratio_of_the_first_step_is_one_and_its_divergence_zer
     assert metrics["reference_kl"] < 1e-6 and metrics["mismatch_kl"] < 1e-6
     assert metrics["clipped_up"] == metrics["clipped_down"] == 0.0
     for domain in DOMAINS:
-        assert metrics[f"mismatch_abs_max/{domain}"] < 1e-4
+        assert metrics[f"mismatch_abs_max/{domain}"] < 1e-4 and metrics[f"mismatch_kl/{domain}"] < 1e-6
 
 
 def test_in_bfloat16_sampler_and_trainer_disagree_by_little_in_every_domain(folder: Path):
@@ -54,5 +54,6 @@ def test_in_bfloat16_sampler_and_trainer_disagree_by_little_in_every_domain(fold
     trainer = LocalTrainer.open(folder, TrainConfig(dtype="bfloat16"))
     metrics = asyncio.run(trainer.step(Batch(1, "policy_gradient", samples))).metrics
     for domain in DOMAINS:
+        assert 0 < metrics[f"mismatch_kl/{domain}"] <= 0.01
         assert 0 < metrics[f"mismatch_abs/{domain}"] <= 0.01
         assert metrics[f"mismatch_abs_p50/{domain}"] <= metrics[f"mismatch_abs_p99/{domain}"] <= 0.05

@@ -66,7 +66,7 @@ def _row(path: Path) -> dict[str, Any]:
 @click.argument("run", type=click.Path(path_type=Path))
 @json_option
 def show_(run: Path, as_json: bool) -> None:
-    """Show the stages of a run, how long they took, what was measured, and how far trainer and sampler agree."""
+    """Show the stages of a run and their times, what was measured, and how far trainer and sampler agree."""
     from lehr.app.report.agreement import read_agreement
     from lehr.app.report.record import read_record
     from lehr.app.report.summary import summarise

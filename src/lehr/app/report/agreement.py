@@ -8,8 +8,8 @@ from typing import Any
 
 from lehr.app.report.curves import Line, names_under, series
 
-COLUMNS = ("mean", "median", "99th percentile", "largest")
-KINDS = ("", "_p50", "_p99", "_max")
+COLUMNS = ("mean", "median", "99th percentile", "largest", "divergence (k3)")
+KINDS = ("abs", "abs_p50", "abs_p99", "abs_max", "kl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def read_agreement(lines: Sequence[Line]) -> list[Agreement]:
     found: list[Agreement] = []
     for stage in dict.fromkeys(line.stage for line in lines):
         for domain in names_under(lines, f"{stage}/mismatch_abs/"):
-            values = [series(lines, f"{stage}/mismatch_abs{kind}/{domain}") for kind in KINDS]
+            values = [series(lines, f"{stage}/mismatch_{kind}/{domain}") for kind in KINDS]
             mean = [value for _, value in values[0]]
             first = tuple(points[0][1] if points else None for points in values)
             found.append(Agreement(stage, domain, first, sum(mean) / len(mean)))
