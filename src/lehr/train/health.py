@@ -22,10 +22,10 @@ def policy_health(
     entropy: mean over tokens, nats. ratio, ratio_max, ratio_sequence: trainer over sampler, per token and as
     the geometric mean per sample. mismatch_kl: mean k3 of trainer and sampler; mismatch_abs and
     mismatch_abs_{p50,p99,max}: mean, median, 99th percentile and maximum of ``|log pi - log mu|``; all of them
-    in all and as ``NAME/DOMAIN``. ess: effective sample size as a fraction of the tokens (Kong 1992). clipped_up,
-    clipped_down: fraction of tokens with positive or negative advantage on which the bound of the loss acts;
-    masked_up, masked_down: of which a sequence mask takes the gradient. reference_kl: mean k3 to the reference,
-    where there is one.
+    in all and as ``NAME/DOMAIN``. ess: effective sample size as a fraction of the tokens (Kong 1992).
+    clipped_up, clipped_down: fraction of tokens with positive or negative advantage on which the bound of the
+    loss acts; masked_up, masked_down: of which a sequence mask takes the gradient. reference_kl: mean k3 to the
+    reference, where there is one.
     """
     change = log_ratio(logprobs_N, tokens.sampled_T).double()
     ratio = change.exp()
