@@ -40,13 +40,13 @@ def require_finite(decoder: Decoder) -> None:
     """Raise :class:`Diverged` where nothing can be sampled from the weights: their squares overflow, or what
     they say of a short text is not finite. A step whose loss and gradient were finite can leave such weights.
     """
-    largest = max(float(size) for size in torch._foreach_norm(list(decoder.parameters()), torch.inf))
+    sizes = [float(torch.linalg.vector_norm(weight, torch.inf)) for weight in decoder.parameters()]
     tokens = (np.arange(PROBE_TOKENS, dtype=np.int32) * 7) % decoder.config.vocab_size
     zeros = np.zeros(len(tokens), np.float32)
     (said,) = score_samples(decoder, [Sample(tokens, np.arange(len(tokens)) > 0, zeros, zeros)], len(tokens))
-    if not largest < LARGEST or not np.isfinite(said).all():
+    if not all(size < LARGEST for size in sizes) or not np.isfinite(said).all():
         raise Diverged(
-            f"weights of up to {largest:.3g} give values that are not finite",
+            f"weights of up to {max(sizes):.3g} give values that are not finite",
             hint="Lower learning_rate or go back to an earlier checkpoint.",
         )
 
