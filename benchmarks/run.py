@@ -26,7 +26,7 @@ LATEST = HERE / "latest.json"
 NOT_BENCHMARKS = {"run", "row"}
 GROUPS = {
     "engine": ("engine", "cache", "fast", "context"),
-    "train": ("train_sft", "train_sharing", "train_grpo"),
+    "train": ("train_sft", "train_sharing", "train_own_tokens", "train_grpo"),
 }
 """Benchmarks that are run together under one name."""
 

@@ -26,7 +26,7 @@ class MetricsWriter:
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Append one line; values that are not finite are left out, since JSON cannot hold them."""
-        kept = {name: round(float(v), 6) for name, v in values.items() if math.isfinite(v)}
+        kept = {name: float(f"{float(v):.9g}") for name, v in values.items() if math.isfinite(v)}
         self._out.write(json.dumps({"t": round(time.time(), 3), "stage": stage, "step": step, **kept}) + "\n")
 
     def close(self) -> None:

@@ -241,7 +241,10 @@ class Trainer(Protocol):
         ...
 
     async def publish(self, version: Version) -> Manifest:
-        """Write the current weights for engines, complete and immutable, and return where they are."""
+        """Write the current weights for engines, complete and immutable, and return where they are.
+
+        Raises ``Diverged``, and writes nothing, when the weights give values that are not finite.
+        """
         ...
 
     async def save(self, path: Path, *, resumable: bool = True) -> None:

@@ -88,17 +88,18 @@ def head_loss(
             slope = slopes[part]
         slope = slope.div_(temperatures_N[part])
         flow = log_softmax.exp()
-        entropy[part] = torch.linalg.vecdot(flow, log_softmax).neg_()
+        entropy[part] = log_softmax.mul_(flow).sum(-1).neg_()
+        del log_softmax  # before the next chunk is there
         flow.mul_(-slope[:, None])
         flow.scatter_add_(1, targets[:, None], slope[:, None])
         narrow = flow.to(weight_VD.dtype)
+        del flow
         torch.mm(narrow, weight_VD, out=grad_hidden[part])
-        if grad_weight_VD is None:
-            continue
-        if grad_weight_VD.dtype == narrow.dtype:
+        if grad_weight_VD is not None and grad_weight_VD.dtype == narrow.dtype:
             grad_weight_VD.addmm_(narrow.t(), hidden)
-        else:
+        elif grad_weight_VD is not None:
             grad_weight_VD.add_(torch.mm(narrow.t(), hidden))
+        del narrow
     return HeadResult(logprobs, entropy, total, grad_hidden)
 
 

@@ -40,7 +40,7 @@ from lehr.train.optimizer import MasterAdamW
 from lehr.train.packing import Microbatch, pack
 from lehr.train.pairs import SCALAR, critic_health, critic_loss, pair_health, pair_loss, require_pairs
 from lehr.train.publish import Publisher, write_safetensors
-from lehr.train.scorer import score_samples
+from lehr.train.scorer import require_finite, score_samples
 
 OPTIMIZER, ADAPTER = "optimizer.safetensors", "adapter"
 
@@ -251,6 +251,7 @@ class LocalTrainer:
     def _published(self, version: Version, decoder: Decoder) -> Manifest:
         if self._publisher is None:
             raise ConfigError("this trainer has no folder to publish to", hint="Give it publish_to.")
+        require_finite(decoder)
         return self._publisher.publish(version, decoder.to_hf())
 
     async def save(self, path: Path, *, resumable: bool = True) -> None:

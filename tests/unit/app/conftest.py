@@ -112,6 +112,14 @@ def pristine_run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
     for step in range(1, 6):
         values = {"rl/loss": 0.5 / step, "time/training_s": 2.0, "time/sampling_s": 3.0}
         values |= {f"rl/pass/{domain}": 0.1 * step for domain in domains}
+        for kind, size in (
+            ("abs", 1e-5),
+            ("abs_p50", 9e-6),
+            ("abs_p99", 4e-5),
+            ("abs_max", 5e-5),
+            ("kl", 1e-9),
+        ):
+            values |= {f"rl/mismatch_{kind}/{domain}": size * step for domain in domains}
         metrics.write("rl", step, values)
     metrics.close()
     return MadeRun(folder.path, solved, 20, domains)

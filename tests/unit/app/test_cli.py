@@ -149,6 +149,22 @@ def test_report_prints_the_table_and_runs_list_finds_the_run(
     assert shown["summary"]["stages"]["rl"]["code/functions"]["passed"] == 16
 
 
+def test_a_run_shows_how_far_trainer_and_sampler_agree_in_each_domain(
+    made_run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["runs", "show", str(made_run.path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["agreement"]
+    assert [row["domain"] for row in rows] == ["code/functions", "documents/invoices"]
+    at_first = {"mean": 1e-5, "median": 9e-6, "99th percentile": 4e-5, "largest": 5e-5, "divergence (k3)": 1e-9}
+    assert rows[0] == {"domain": "code/functions", "stage": "rl", **at_first, "all steps": 3e-5}
+    assert run(["runs", "show", str(made_run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "Trainer against sampler" in shown and "4e-05" in shown
+    assert run(["report", str(made_run.path)]) == 0
+    page = (made_run.path / "report.html").read_text()
+    assert "first step: 99th percentile" in page and ">4e-05<" in page
+
+
 def test_a_domain_made_from_json_lines_is_listed_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

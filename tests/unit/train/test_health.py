@@ -33,8 +33,12 @@ def test_metrics_agree_with_their_definitions():
     distance = np.abs(new - old)
     assert found["mismatch_abs"] == pytest.approx(distance.mean())
     of_b = distance[(samples == 1) | (samples == 3)]
+    of_b_r = r[(samples == 1) | (samples == 3)]
+    assert found["mismatch_kl/b"] == pytest.approx((of_b_r - np.log(of_b_r) - 1).mean())
     assert found["mismatch_abs/b"] == pytest.approx(of_b.mean())
+    assert found["mismatch_abs_p50/b"] == pytest.approx(np.sort(of_b)[9])
     assert found["mismatch_abs_p99/b"] == pytest.approx(np.sort(of_b)[int(0.99 * 20)])
+    assert found["mismatch_abs_max/b"] == pytest.approx(of_b.max())
     up, down = gains > 0, gains < 0
     assert found["clipped_up"] == pytest.approx((r[up] > 1.28).mean())
     assert found["clipped_down"] == pytest.approx(((r[down] < 0.8) | (r[down] > 3.0)).mean())

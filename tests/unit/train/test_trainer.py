@@ -224,6 +224,16 @@ def test_published_weights_are_complete_digested_and_few(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("broken", [torch.nan, 1e25])
+def test_weights_that_nothing_can_be_sampled_from_are_not_published(tmp_path, broken):
+    trainer = fresh(publish_to=tmp_path)
+    with torch.no_grad():
+        next(trainer.master.blocks()).down.weight[0, 0] = broken
+    with pytest.raises(Diverged, match="give values that are not finite"):
+        run(trainer.publish(Version(1, 1)))
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_a_folder_nothing_is_published():
     with pytest.raises(ConfigError, match="publish_to"):
         run(fresh().publish(Version(1, 1)))

@@ -66,7 +66,8 @@ def _row(path: Path) -> dict[str, Any]:
 @click.argument("run", type=click.Path(path_type=Path))
 @json_option
 def show_(run: Path, as_json: bool) -> None:
-    """Show the stages of a run, how long they took, and what was measured."""
+    """Show the stages of a run and their times, what was measured, and how far trainer and sampler agree."""
+    from lehr.app.report.agreement import read_agreement
     from lehr.app.report.record import read_record
     from lehr.app.report.summary import summarise
     from lehr.app.report.table import print_summary
@@ -82,6 +83,7 @@ def show_(run: Path, as_json: bool) -> None:
         notes=record.notes,
     )
     stages = [{"stage": s.name, "state": s.state, "seconds": round(s.seconds, 1)} for s in record.stages]
+    agreement = [found.as_row() for found in read_agreement(record.lines)]
     if as_json:
         print_json(
             {
@@ -91,11 +93,15 @@ def show_(run: Path, as_json: bool) -> None:
                 "stages": stages,
                 "groups": dict(record.groups),
                 "summary": summary.as_json(),
+                "agreement": agreement,
             }
         )
         return
     show(stages, as_json=False, empty="no stage has begun")
     print_summary(summary, console())
+    if agreement:
+        click.echo("\nTrainer against sampler: distance of log-probabilities at the first step, in nats")
+        show(agreement, as_json=False)
 
 
 @runs.command()

@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from lehr.app.meter import duration
+from lehr.app.report.agreement import COLUMNS, read_agreement
 from lehr.app.report.curves import Budget, Line, names_under, series
 from lehr.app.report.summary import Attempt, Rate, Summary
 from lehr.app.report.svg import Curve, Interval, escaped, interval_chart, line_chart, share_bar, tag
@@ -244,20 +245,16 @@ def _time(page: Page) -> str:
 
 
 def _agreement(page: Page) -> str:
-    """How far the trainer's log-probabilities are from those that the sampler recorded, per domain."""
-    rows = [tag("tr", "".join(tag("th", t) for t in ("domain", "first step", "99th percentile", "all steps")))]
-    for stage in dict.fromkeys(line.stage for line in page.lines):
-        for domain in names_under(page.lines, f"{stage}/mismatch_abs/"):
-            mean = series(page.lines, f"{stage}/mismatch_abs/{domain}")
-            high = series(page.lines, f"{stage}/mismatch_abs_p99/{domain}")
-            values = (mean[0][1], high[0][1], sum(v for _, v in mean) / len(mean))
-            name = domain if stage == "rl" else f"{domain} ({stage})"
-            cells = tag("td", escaped(name)) + "".join(tag("td", f"{value:.2g}") for value in values)
-            rows.append(tag("tr", cells))
+    titles = ("domain", *(f"first step: {name}" for name in COLUMNS), "all steps: mean")
+    rows = [tag("tr", "".join(tag("th", title) for title in titles))]
+    for found in read_agreement(page.lines):
+        name = found.domain if found.stage == "rl" else f"{found.domain} ({found.stage})"
+        told = ("-" if value is None else f"{value:.2g}" for value in (*found.first, found.all_steps))
+        rows.append(tag("tr", tag("td", escaped(name)) + "".join(tag("td", text) for text in told)))
     return _section(
         "Trainer against sampler",
-        "Mean distance of a token's log-probability as the trainer computes it from what the sampler recorded, "
-        "in nats. At the first step both have the same weights, and what is left is arithmetic.",
+        "Distance of a token's log-probability as the trainer computes it from what the sampler recorded, in "
+        "nats. At the first step both have the same weights, and what is left is arithmetic.",
         tag("div", tag("table", "".join(rows)), class_="scroll") if len(rows) > 1 else "",
     )
 

@@ -50,15 +50,19 @@ class Guard:
         try:
             metrics = await work
         except (Diverged, ExceptionGroup) as error:
-            found = _diverged(error)
-            self._tell(step, Alarm("not_finite", "loss", math.nan, math.inf, found.what, True))
-            return {}, found.what
+            return {}, self.not_finite(step, _diverged(error))
         diverged = ""
         for alarm in self._watch.observe(metrics):
             self._tell(step, alarm)
             if alarm.fatal and (self._config.stop or alarm.name == "not_finite"):
                 diverged = diverged or alarm.text
         return metrics, diverged
+
+    def not_finite(self, step: int, error: Diverged) -> str:
+        """Tell of a step that left or met a value that is not finite; return the sentence that says so."""
+        text = error.what.removeprefix(f"step {step}: ")
+        self._tell(step, Alarm("not_finite", "loss", math.nan, math.inf, text, True))
+        return error.what
 
     def _tell(self, step: int, alarm: Alarm) -> None:
         self._observer.note(f"step {step}: {alarm.text}")

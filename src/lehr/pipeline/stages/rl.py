@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lehr.core.batch import Manifest
+from lehr.core.errors import Diverged
 from lehr.core.reward import Valid
 from lehr.core.trace import Sampling, Version
 from lehr.ledger.rows import BatchRow, ReplayRow, ResumeView
@@ -121,7 +122,12 @@ class RlRun:
         ctx, stage, self.start = self.ctx, self.stage, start
         first = await self._restore(start)
         await ctx.allot(ctx.division.shared_sampling, ctx.division.shared_training)
-        await ctx.sync_weights()
+        try:
+            await ctx.sync_weights()
+        except Diverged as error:  # a run that ended before it could go back
+            if first == 1:
+                raise
+            self.why = self.guard.not_finite(first - 1, error)
         ctx.observer.stage(stage.name, stage.steps, "steps")
         ctx.observer.advance(first - 1, stage.steps)
         stats = await ctx.engine.stats()
@@ -238,7 +244,11 @@ class RlRun:
         self.replaying.learn(step, groups, replays)
         self.trained += 1
         await self._synced()
-        self.syncing = asyncio.create_task(self._put_in_force(step, await ctx.publish_weights()))
+        try:
+            manifest = await ctx.publish_weights()
+        except Diverged as error:
+            return self.guard.not_finite(step, error)
+        self.syncing = asyncio.create_task(self._put_in_force(step, manifest))
         stats, verified_s = await ctx.engine.stats(), ctx.verifying.seconds
         sampling_s = stats.busy_s - self.busy_s
         tokens_per_s = (stats.own_tokens - self.own_tokens) / sampling_s if sampling_s > 0 else 0.0
