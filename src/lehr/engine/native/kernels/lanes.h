@@ -19,6 +19,17 @@ constexpr int64_t kLanes = 8;
 #endif
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 
+// a * b + c, rounded once, which the compiler neither divides nor puts in another order.
+inline Floats multiplied(const Floats& a, const Floats& b, const Floats& c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 // The sum of each of `kLanes` vectors, all in the same order.
 inline Floats each_summed(const Floats* v) {
 #if defined(__AVX512F__)
