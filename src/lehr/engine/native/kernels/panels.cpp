@@ -18,12 +18,6 @@ constexpr int64_t kStretch = 8;               // inputs between two requests for
 
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
 
-inline Floats vector_at(const float* from) {
-    Floats found;
-    std::memcpy(&found, from, sizeof found);
-    return found;
-}
-
 inline Words words_at(const bf16* from) {
     Words found;
     std::memcpy(&found, from, sizeof found);
@@ -51,7 +45,7 @@ inline void add(Floats (&sums)[ROWS][2], const float* x, int64_t stride, const F
 template <int ROWS>
 inline void go_over(Floats (&sums)[ROWS][2], const float* x, int64_t stride, const float* weight, int64_t count) {
     for (int64_t k = 0; k < count; k++)
-        add<ROWS>(sums, x + k, stride, vector_at(weight + k * kPanel), vector_at(weight + k * kPanel + kLanes));
+        add<ROWS>(sums, x + k, stride, lanes_at(weight + k * kPanel), lanes_at(weight + k * kPanel + kLanes));
 }
 
 template <int ROWS>
