@@ -14,6 +14,7 @@ import torch
 from lehr.core.trace import Sampling, Version
 from lehr.engine.native.engine import NativeConfig, NativeEngine
 from lehr.engine.native.kernels.build import why_not
+from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.request import Request
 from lehr.engine.native.weights import prepared
 from lehr.model.checkpoint import save_model
@@ -53,7 +54,8 @@ class Bench:
         assert all(r.finished for r in requests)
 
     def swap(self, engine: NativeEngine, seed: int, n: int = 1, in_flight: Any = "keep") -> list[Request]:
-        engine.offer(Version(0, n), prepared(self.decoder(seed), engine.config.weights))
+        kernels = kernels_for(engine.dtype) if engine.config.kernels else None
+        engine.offer(Version(0, n), prepared(self.decoder(seed), engine.config.weights, kernels))
         return engine.activate(Version(0, n), in_flight)
 
     def prompt(self, length: int, seed: int = 0) -> Prompt:

@@ -17,8 +17,9 @@ from lehr.core.trace import Constraint, Sampling, Version
 from lehr.engine.native import invariant
 from lehr.engine.native.engine import NativeEngine
 from lehr.engine.native.guides import Mask
-from lehr.engine.native.invariant import require_same_in_every_row
+from lehr.engine.native.invariant import in_tiles, require_same_in_every_row
 from lehr.engine.native.kernels.build import why_not
+from lehr.engine.native.kernels.load import kernels_for
 from lehr.engine.native.request import Request
 from lehr.engine.native.sampler import draw_each
 from lehr.engine.native.settings import NativeConfig, SparseConfig
@@ -200,10 +201,23 @@ def test_e9_nor_what_other_adapters_serve_beside_it(dtype: torch.dtype) -> None:
     assert single != [run(e, e.submit(prompt(n), GREEDY))[0] for n in LENGTHS for e in [engine()]]
 
 
+def test_e9_a_product_has_the_same_number_of_rows_every_time() -> None:
+    seen: list[int] = []
+
+    def compute(x_ND: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x_ND))
+        return 2 * x_ND
+
+    for rows in (1, 15, 16, 17, 40):
+        x_ND = torch.randn(rows, 3)
+        assert torch.equal(in_tiles(compute, x_ND, 16), 2 * x_ND)
+    assert set(seen) == {16}
+
+
 @needs_kernels
 def test_e9_new_weights_are_laid_out_alike(dtype: torch.dtype) -> None:
     engine, fresh = opened(dtype), NativeEngine(made(dtype, 2), config=NativeConfig(batch_invariant=True))
-    engine.offer(Version(0, 1), prepared(made(dtype, 2), "plain", invariant=True))
+    engine.offer(Version(0, 1), prepared(made(dtype, 2), "plain", kernels_for(dtype), invariant=True))
     engine.activate(Version(0, 1))
     crowd(engine, 11)
     one = run(fresh, *[fresh.submit(prompt(300), GREEDY)])

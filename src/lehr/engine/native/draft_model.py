@@ -36,7 +36,7 @@ class DraftModel:
             )
         dtype = decoder.embed.weight.dtype
         compiled = kernels_for(dtype) if kernels else None
-        self._decoder = pack(decoder)
+        self._decoder = pack(decoder, compiled)
         self._fused = FusedForward(decoder, compiled) if compiled else None
         self.rows = Rows(decoder.config, dtype)
 

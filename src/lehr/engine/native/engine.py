@@ -85,7 +85,7 @@ class NativeEngine:
         self.version = version
         self._kernels = kernels_for(self.dtype) if self.config.kernels else None
         invariant = self.config.batch_invariant
-        self._use(prepared(decoder, self.config.weights, invariant=invariant))
+        self._use(prepared(decoder, self.config.weights, self._kernels, invariant=invariant))
         self._draft = DraftModel(draft, decoder.config, kernels=self.config.kernels) if draft else None
         self._fetched: dict[Version, Decoder] = {}
         self._adapters = Adapters(tile_rows(self.dtype) if invariant else 0)
@@ -394,7 +394,9 @@ class NativeEngine:
     def load(self, manifest: Manifest) -> Decoder:
         """Return published weights for :meth:`offer`. Takes a while; may run in any thread."""
         c = self.config
-        return load_published(manifest, self.model_config, self.dtype, c.weights, invariant=c.batch_invariant)
+        return load_published(
+            manifest, self.model_config, self.dtype, c.weights, self._kernels, invariant=c.batch_invariant
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lehr.core.errors import ConfigError
 from lehr.engine.native.kernels.build import INSTALL, why_not
 from lehr.engine.native.kernels.load import Kernels, kernels_for
-from lehr.engine.native.packing import PROJECTIONS, PackedLinear, can_pack
+from lehr.engine.native.packing import PROJECTIONS, packed
+from lehr.engine.native.panels import Arena
 from lehr.model.decoder import Decoder
 
 FEW = 16
@@ -25,7 +26,7 @@ _PANEL = 64
 class Int8Linear(nn.Module):
     """A linear layer on rounded weights. Input ``[N, in]``, output of the input's dtype."""
 
-    def __init__(self, plain: nn.Linear, kernels: Kernels) -> None:
+    def __init__(self, plain: nn.Linear, kernels: Kernels, arena: Arena | None = None) -> None:
         super().__init__()
         self._kernels = kernels
         weight = plain.weight.detach()
@@ -36,7 +37,7 @@ class Int8Linear(nn.Module):
         back = nn.Linear(self.inputs, self.outputs, bias=self.bias is not None, device="meta")
         back.weight = nn.Parameter((rounded * self.scales[:, None]).to(weight.dtype), requires_grad=False)
         back.bias = plain.bias
-        self.wide = PackedLinear(back) if can_pack(weight.dtype) else back
+        self.wide = packed(back, kernels, arena or Arena())
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias``."""
@@ -61,13 +62,14 @@ def round_weights(decoder: Decoder) -> Decoder:
     kernels = kernels_for(decoder.embed.weight.dtype)
     if kernels is None:
         raise ConfigError(f"weights of type int8 need compiled kernels: {why_not()}", hint=f"{INSTALL}.")
+    arena = Arena()
     for layer in decoder.layers:
         for name in PROJECTIONS:
             plain = layer.get_submodule(name)
             if isinstance(plain, nn.Linear):
-                setattr(layer, name, Int8Linear(plain, kernels))
+                setattr(layer, name, Int8Linear(plain, kernels, arena))
     if isinstance(decoder.head, nn.Linear):  # pyright: ignore[reportUnnecessaryIsInstance]
-        decoder.head = Int8Linear(decoder.head, kernels)  # pyright: ignore[reportAttributeAccessIssue]
+        decoder.head = Int8Linear(decoder.head, kernels, arena)  # pyright: ignore[reportAttributeAccessIssue]
     return decoder
 
 

@@ -21,6 +21,7 @@ from lehr.core.errors import ConfigError
 from lehr.engine.native.int8 import FEW, Int8Linear
 from lehr.engine.native.kernels.build import INSTALL, why_not
 from lehr.engine.native.packing import PROJECTIONS, PackedLinear
+from lehr.engine.native.panels import PanelLinear
 from lehr.model.decoder import Decoder
 
 _ROWS = {torch.bfloat16: 32}
@@ -37,7 +38,7 @@ class Tiled(nn.Module):
         super().__init__()
         self.inner = inner
         self.rows = _OTHERWISE if isinstance(inner, Int8Linear) else tile_rows(dtype)
-        outputs = inner.outputs if isinstance(inner, PackedLinear | Int8Linear) else None
+        outputs = inner.outputs if isinstance(inner, PackedLinear | PanelLinear | Int8Linear) else None
         tried = (type(inner), inputs, outputs, dtype, torch.get_num_threads())
         if outputs is None or tried not in _tried:
             require_same_in_every_row(inner, inputs, dtype, self.rows)

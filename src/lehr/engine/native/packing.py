@@ -1,8 +1,7 @@
-"""Weights laid out once for the processor's matrix kernels.
+"""Weights laid out once for the processor's matrix kernels: for ours (``panels``) or for oneDNN's.
 
-On two AVX2 cores the output layer at 64 rows runs twice as fast from a packed weight as from a plain one,
-the other layers 10 to 25 % faster. Packed modules replace ``nn.Linear`` in the engine's own decoder; they
-hold no plain weight, so a packed decoder can sample and cannot be trained or saved.
+Packed modules replace ``nn.Linear`` in the engine's own decoder; they hold no plain weight, so a packed decoder
+can sample and cannot be trained or saved.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lehr.engine.native.kernels.load import Kernels
+from lehr.engine.native.panels import Arena, PanelLinear, can_use_panels
 from lehr.model.decoder import Decoder
 
 PROJECTIONS = ("qkv", "o", "gate_up", "down")
@@ -39,15 +40,21 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(decoder: Decoder) -> Decoder:
+def packed(plain: nn.Linear, kernels: Kernels | None, arena: Arena) -> nn.Module:
+    """Return the layer on the layout that is fastest here; ``plain`` itself where there is no better one."""
+    if kernels is not None and can_use_panels(plain.weight, kernels):
+        return PanelLinear(plain, kernels, arena)
+    return PackedLinear(plain) if can_pack(plain.weight.dtype) else plain
+
+
+def pack(decoder: Decoder, kernels: Kernels | None = None) -> Decoder:
     """Replace every projection of ``decoder`` that is plain by a packed one, in place, and return it."""
-    if not can_pack(decoder.embed.weight.dtype):
-        return decoder
+    arena = Arena()
     for layer in decoder.layers:
         for name in PROJECTIONS:
             plain = layer.get_submodule(name)
             if isinstance(plain, nn.Linear):
-                setattr(layer, name, PackedLinear(plain))
+                setattr(layer, name, packed(plain, kernels, arena))
     if isinstance(decoder.head, nn.Linear):  # pyright: ignore[reportUnnecessaryIsInstance]
-        decoder.head = PackedLinear(decoder.head)  # pyright: ignore[reportAttributeAccessIssue]
+        decoder.head = packed(decoder.head, kernels, arena)  # pyright: ignore[reportAttributeAccessIssue]
     return decoder

@@ -10,6 +10,7 @@ from lehr.core.batch import Manifest
 from lehr.engine.base import EngineError
 from lehr.engine.native.int8 import round_weights
 from lehr.engine.native.invariant import tiled
+from lehr.engine.native.kernels.load import Kernels
 from lehr.engine.native.packing import pack
 from lehr.engine.native.settings import WeightFormat
 from lehr.model.checkpoint import file_digest, read_tensors
@@ -17,9 +18,11 @@ from lehr.model.config import ModelConfig
 from lehr.model.decoder import Decoder
 
 
-def prepared(decoder: Decoder, weights: WeightFormat, *, invariant: bool = False) -> Decoder:
+def prepared(
+    decoder: Decoder, weights: WeightFormat, kernels: Kernels | None, *, invariant: bool = False
+) -> Decoder:
     """Lay the projections of ``decoder`` out for sampling, in place; return it. ``invariant``: see there."""
-    packed = pack(round_weights(decoder) if weights == "int8" else decoder)
+    packed = pack(round_weights(decoder) if weights == "int8" else decoder, kernels)
     return tiled(packed) if invariant else packed
 
 
@@ -38,11 +41,14 @@ def load_published(
     manifest: Manifest,
     config: ModelConfig,
     dtype: torch.dtype,
-    weights: WeightFormat = "plain",
+    weights: WeightFormat,
+    kernels: Kernels | None,
     *,
     invariant: bool = False,
 ) -> Decoder:
     """Return the published weights, ready to sample from. Raises :class:`EngineError` if they are damaged."""
     path = published_file(manifest)
     with torch.inference_mode():
-        return prepared(Decoder.from_hf(config, read_tensors(path), dtype), weights, invariant=invariant)
+        return prepared(
+            Decoder.from_hf(config, read_tensors(path), dtype), weights, kernels, invariant=invariant
+        )

@@ -19,6 +19,40 @@ constexpr int64_t kLanes = 8;
 #endif
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 
+// As many numbers as there are lanes, as floats.
+inline Floats lanes_at(const float* from) {
+    Floats found;
+    std::memcpy(&found, from, sizeof found);
+    return found;
+}
+
+inline Floats lanes_at(const uint16_t* from) {
+#if defined(__AVX512F__)
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+#elif defined(__AVX2__)
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+#else
+    uint32_t wide[kLanes];
+    for (int i = 0; i < kLanes; i++) wide[i] = static_cast<uint32_t>(from[i]) << 16;
+    Floats found;
+    std::memcpy(&found, wide, sizeof found);
+    return found;
+#endif
+}
+
+// a * b + c, rounded once, which the compiler neither divides nor puts in another order.
+inline Floats multiplied(const Floats& a, const Floats& b, const Floats& c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 // The sum of each of `kLanes` vectors, all in the same order.
 inline Floats each_summed(const Floats* v) {
 #if defined(__AVX512F__)

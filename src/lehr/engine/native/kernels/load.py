@@ -31,6 +31,7 @@ ARGUMENTS = {
     "norm_back": (*[c_void_p] * 6, c_int64, c_int64, c_float),
     "gated_back": (*[c_void_p] * 3, c_int64, c_int64),
     "int8_rows": (*[c_void_p] * 5, c_int64, c_int64, c_int64),
+    "panels": (*[c_void_p] * 4, c_int64, c_int64, c_int64),
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -43,6 +44,9 @@ class Kernels:
             function = getattr(library, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
             setattr(self, name, function)
+        library.panel_outputs.restype = library.panels_pay.restype = c_int64
+        self.panel_outputs = int(library.panel_outputs())
+        self.panels_pay = bool(library.panels_pay())
 
     norm: Any
     gated: Any
@@ -60,6 +64,7 @@ class Kernels:
     norm_back: Any
     gated_back: Any
     int8_rows: Any
+    panels: Any
 
 
 def kernels_for(dtype: torch.dtype) -> Kernels | None:

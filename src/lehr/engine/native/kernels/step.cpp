@@ -4,7 +4,10 @@
 // rounded to bfloat16 where the plain decoder rounds them, so that both give the same numbers. Rows are divided
 // between the threads of the OpenMP pool that torch uses.
 
+#include <type_traits>
+
 #include "attend.h"
+#include "lanes.h"
 #include "shared.h"
 
 namespace {
@@ -69,11 +72,58 @@ void rotate_store(const T* qkv, const T* cos, const T* sin, const T* q_weight, c
     }
 }
 
-// Scores of one query over `count` positions, and the mix of their values by weight. `SIZE` is the head size, or 0
-// where it is only known at run time: with a constant one the sums stay in registers.
-template <class T, int SIZE>
-void score(const float* query, const T* key, float* scores, int64_t count, int64_t any_size) {
-    const int64_t size = SIZE ? SIZE : any_size;
+// Positions for which memory is asked at a time: the processor takes few such requests at once.
+constexpr int64_t kFew = 16;
+
+// Scores of HEADS queries over `count` positions, and the mixes of their values by weight: each key and value is
+// widened once for all of them. Sums are kept in registers, those of four positions and of four vectors at a time.
+template <class T, int SIZE, int HEADS>
+void score(const float* query, const T* key, float* scores, int64_t line, int64_t count) {
+    for (int64_t p = 0; p < count; p += kLanes) {
+        Floats sums[HEADS][kLanes];
+        for (int64_t at = 0; at < kLanes; at += 4) {
+            const T* rows[4];
+            for (int64_t j = 0; j < 4; j++) rows[j] = key + std::min(p + at + j, count - 1) * SIZE;
+            Floats some[HEADS][4] = {};
+            for (int64_t i = 0; i < SIZE; i += kLanes) {
+                Floats q[HEADS];
+                for (int h = 0; h < HEADS; h++) q[h] = lanes_at(query + h * SIZE + i);
+                for (int j = 0; j < 4; j++) {
+                    const Floats part = lanes_at(rows[j] + i);
+                    for (int h = 0; h < HEADS; h++) some[h][j] = multiplied(q[h], part, some[h][j]);
+                }
+            }
+            for (int h = 0; h < HEADS; h++)
+                for (int j = 0; j < 4; j++) sums[h][at + j] = some[h][j];
+        }
+        for (int h = 0; h < HEADS; h++) {
+            const Floats found = each_summed(sums[h]);
+            std::memcpy(scores + h * line + p, &found, std::min(kLanes, count - p) * sizeof(float));
+        }
+    }
+}
+
+template <class T, int SIZE, int HEADS>
+void mix(const float* weights, int64_t line, const T* value, float* mixed, int64_t count) {
+    for (int64_t i = 0; i < SIZE; i += 4 * kLanes) {
+        Floats sums[HEADS][4];
+        for (int h = 0; h < HEADS; h++) std::memcpy(sums[h], mixed + h * SIZE + i, sizeof sums[h]);
+        for (int64_t p = 0; p < count; p++) {
+            const T* row = value + p * SIZE + i;
+            Floats shares[HEADS];
+            for (int h = 0; h < HEADS; h++) shares[h] = weights[h * line + p] - Floats{};
+            for (int n = 0; n < 4; n++) {
+                const Floats part = lanes_at(row + n * kLanes);
+                for (int h = 0; h < HEADS; h++) sums[h][n] = multiplied(shares[h], part, sums[h][n]);
+            }
+        }
+        for (int h = 0; h < HEADS; h++) std::memcpy(mixed + h * SIZE + i, sums[h], sizeof sums[h]);
+    }
+}
+
+// The same for a size that is only known at run time, one head after the other.
+template <class T>
+void score_any(const float* query, const T* key, float* scores, int64_t count, int64_t size) {
     for (int64_t p = 0; p < count; p++) {
         const T* row = key + p * size;
         float sum = 0;
@@ -83,23 +133,47 @@ void score(const float* query, const T* key, float* scores, int64_t count, int64
     }
 }
 
-template <class T, int SIZE>
-void mix(const float* weights, const T* value, float* mixed, int64_t count, int64_t any_size) {
-    if constexpr (SIZE > 0) {
-        float sums[SIZE];
-        for (int i = 0; i < SIZE; i++) sums[i] = mixed[i];
-        for (int64_t p = 0; p < count; p++) {
-            const T* row = value + p * SIZE;
-            const float weight = weights[p];
+template <class T>
+void mix_any(const float* weights, const T* value, float* mixed, int64_t count, int64_t size) {
+    for (int64_t p = 0; p < count; p++)
 #pragma omp simd
-            for (int i = 0; i < SIZE; i++) sums[i] += weight * load(row[i]);
-        }
-        for (int i = 0; i < SIZE; i++) mixed[i] = sums[i];
-    } else {
-        for (int64_t p = 0; p < count; p++)
-#pragma omp simd
-            for (int64_t i = 0; i < any_size; i++) mixed[i] += weights[p] * load(value[p * any_size + i]);
+        for (int64_t i = 0; i < size; i++) mixed[i] += weights[p] * load(value[p * size + i]);
+}
+
+// Calls `work` with a constant number of heads, 1 to 3, until `share` are done.
+template <class Work> inline void by_heads(int64_t share, const Work& work) {
+    for (int64_t h = 0; h < share;) {
+        const int64_t left = share - h, some = left == 4 ? 2 : std::min<int64_t>(left, 3);
+        if (some == 3)
+            work(h, std::integral_constant<int, 3>());
+        else if (some == 2)
+            work(h, std::integral_constant<int, 2>());
+        else
+            work(h, std::integral_constant<int, 1>());
+        h += some;
     }
+}
+
+template <class T, int SIZE>
+void score_all(const float* query, const T* key, float* scores, int64_t line, int64_t count, int64_t share,
+               int64_t size) {
+    if constexpr (SIZE > 0)
+        by_heads(share, [&](int64_t h, auto heads) {
+            score<T, SIZE, heads()>(query + h * SIZE, key, scores + h * line, line, count);
+        });
+    else
+        for (int64_t h = 0; h < share; h++) score_any(query + h * size, key, scores + h * line, count, size);
+}
+
+template <class T, int SIZE>
+void mix_all(const float* weights, int64_t line, const T* value, float* mixed, int64_t count, int64_t share,
+             int64_t size) {
+    if constexpr (SIZE > 0)
+        by_heads(share, [&](int64_t h, auto heads) {
+            mix<T, SIZE, heads()>(weights + h * line, line, value, mixed + h * SIZE, count);
+        });
+    else
+        for (int64_t h = 0; h < share; h++) mix_any(weights + h * line, value, mixed + h * size, count, size);
 }
 
 template <class T> inline const T* first_key(const Place& place, int64_t layer) {
@@ -133,19 +207,18 @@ void attend_sized(const T* query, T* out, const Place* places, const int64_t* po
                 const T* following = g + 1 < kv_heads ? key + place.head
                                      : t + 1 < tokens ? first_key<T>(places[t + 1], layer)
                                                       : key;
-                for (int64_t p = 0; p < length; p += kTile) {
-                    fetch(value + p * size, std::min(kTile, length - p) * size);
-                    fetch(following + p * size, std::min(kTile, length - p) * size);
-                    for (int64_t h = 0; h < share; h++)
-                        score<T, SIZE>(q.data() + h * size, key + p * size, scores.data() + h * longest + p,
-                                       std::min(kTile, length - p), size);
+                for (int64_t p = 0; p < length; p += kFew) {
+                    const int64_t some = std::min(kFew, length - p);
+                    fetch(value + p * size, some * size);
+                    score_all<T, SIZE>(q.data(), key + p * size, scores.data() + p, longest, some, share, size);
                 }
                 for (int64_t h = 0; h < share; h++) softmax(scores.data() + h * longest, length);
                 std::fill(mixed.begin(), mixed.end(), 0.0f);
-                for (int64_t p = 0; p < length; p += kTile)
-                    for (int64_t h = 0; h < share; h++)
-                        mix<T, SIZE>(scores.data() + h * longest + p, value + p * size, mixed.data() + h * size,
-                                     std::min(kTile, length - p), size);
+                for (int64_t p = 0; p < length; p += kFew) {
+                    const int64_t some = std::min(kFew, length - p);
+                    fetch(following + p * size, some * size);
+                    mix_all<T, SIZE>(scores.data() + p, longest, value + p * size, mixed.data(), some, share, size);
+                }
                 T* into = out + (t * heads + g * share) * size;
                 for (int64_t i = 0; i < share * size; i++) into[i] = store<T>(mixed[i]);
             }
