@@ -35,11 +35,11 @@ class Lines(Silent):
 
 
 def missing(sizes: Sizes, chosen: tuple[Arm, ...], data: Path) -> Iterator[tuple[Arm, int]]:
-    """Yield the runs that have no result, seed by seed."""
-    for seed in sizes.seeds:
-        for arm in chosen:
-            if stored(data, arm.name, seed, digest(sizes, arm, seed)) is None:
-                yield arm, seed
+    """Yield the runs that have no result: seed by seed, and in the end those that are extra."""
+    runs = [(arm, seed) for seed in sizes.seeds for arm in chosen]
+    for arm, seed in sorted(runs, key=lambda run: run[0].extra):
+        if stored(data, arm.name, seed, digest(sizes, arm, seed)) is None:
+            yield arm, seed
 
 
 def study(sizes: Sizes, work: Path, docs: Path, limit: int | None) -> int:

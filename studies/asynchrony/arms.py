@@ -30,10 +30,10 @@ class Sizes(Config):
     """Steps between two measurements."""
     heldout: int = 40
     """Tasks of each domain that are measured."""
-    demonstrations: int = 120
+    demonstrations: int = 200
     """Of each domain, before reinforcement learning."""
-    epochs: int = 3
-    learning_rate: float = 5e-4
+    epochs: int = 4
+    learning_rate: float = 1e-3
     sft_learning_rate: float = 3e-3
 
 
@@ -57,6 +57,8 @@ class Arm:
     lockstep: bool = True
     control: str = "sync"
     """The arm that it is compared with."""
+    extra: bool = False
+    """Run after every seed of those that the question is about."""
 
 
 def arms() -> tuple[Arm, ...]:
@@ -73,8 +75,8 @@ def arms() -> tuple[Arm, ...]:
         Arm("loud-scaled", loud=True),
         Arm("loud-unscaled", loud=True, scale="none", control="loud-scaled"),
         Arm("replay", replay=replay),
-        Arm("unscaled", scale="none"),
-        Arm("sync-uncorrected", loss="none"),
+        Arm("unscaled", scale="none", extra=True),
+        Arm("sync-uncorrected", loss="none", extra=True),
     )
 
 

@@ -150,6 +150,7 @@ def _text(x: float, y: float, content: str, anchor: str = "start", **more: objec
 def _file(width: float, height: float, body: str, label: str) -> str:
     ground = tag("rect", width=width, height=height, fill="#fff")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" '
-        f'aria-label="{escaped(label)}" font-family="sans-serif" font-size="11">{ground}{body}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'role="img" aria-label="{escaped(label)}" font-family="sans-serif" font-size="11">'
+        f"{ground}{body}</svg>\n"
     )

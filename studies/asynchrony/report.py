@@ -65,8 +65,8 @@ def _body(found: Found, known: Sequence[Arm], sizes: Sizes) -> str:
         told,
         "### Held-out tasks solved, by arm",
         _table(
-            ("arm", "seeds", "start", f"after step {steps}", "mean over the curve", "against", "difference of means",
-             f"after step {steps}, paired by task"),
+            ("arm", "seeds", "start", f"after step {steps}", "mean over the curve", "against",
+             "difference of means", f"after step {steps}, paired by task"),
             [_row(arm, found, steps) for arm in chosen],
         ),
         "![Differences to the control](asynchrony/differences.svg)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 from lehr.core.episode import Evidence
 from lehr.core.task import Gold, Task
@@ -29,14 +30,16 @@ def palindrome(text: str, size: int) -> bool:
 
 def rising(text: str, size: int) -> bool:
     """Return whether these are ``size`` letters, each later than the one before."""
-    return _letters(text, size) and all(a < b for a, b in zip(text, text[1:], strict=False))
+    return _letters(text, size) and all(a < b for a, b in pairwise(text))
 
 
 def right_sum(text: str, size: int) -> bool:
-    """Return whether this is a sum of two digits that is right."""
-    del size
+    """Return whether this is a right sum of two digits that are at most ``size``."""
     found = re.fullmatch(r"(\d)\+(\d)=(\d{1,2})", text, re.ASCII)
-    return found is not None and int(found[1]) + int(found[2]) == int(found[3])
+    if found is None:
+        return False
+    first, second, total = map(int, found.groups())
+    return max(first, second) <= size and first + second == total
 
 
 def _letters(text: str, size: int) -> bool:

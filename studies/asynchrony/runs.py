@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from studies.asynchrony.arms import Arm, Sizes, arm_recipe, digest, start_recipe
 from studies.asynchrony import rules as _rules  # noqa: F401  registers the verifier
+from studies.asynchrony.arms import Arm, Sizes, arm_recipe, digest, start_recipe
 from studies.asynchrony.stage import label, measured
 
 from lehr.core.errors import ConfigError

@@ -1,7 +1,7 @@
 """Reinforcement learning with a lag that is exact, and with measurements between its steps.
 
-Measured at the temperature of training: a model this small answers many tasks of a domain with the same words where
-it is greedy, so that a domain would be solved as a whole or not at all.
+Measured at the temperature of training: where it is greedy, a model this small answers many tasks of a domain
+with the same words, so that a domain would be solved as a whole or not at all.
 """
 
 from __future__ import annotations

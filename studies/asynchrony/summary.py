@@ -86,8 +86,8 @@ def between_seeds(
 
 
 def between_tasks(runs: Mapping[int, Run], control: Mapping[int, Run], step: int) -> Paired:
-    """Return the difference to the control at ``step``, paired by seed and task. Its interval is about other tasks
-    for these very runs: that another run of the same arm ends elsewhere is not in it.
+    """Return the difference to the control at ``step``, paired by seed and task. Its interval is about other
+    tasks for these very runs: that another run of the same arm ends elsewhere is not in it.
     """
     strata: dict[str, str] = {}
 

@@ -1,7 +1,8 @@
-"""Four things to write that a rule can check and of which there are many: a model of a few layers gets some right
-after a few demonstrations, and reinforcement learning finds out which of them it gets right most surely.
+"""Four things to write that a rule can check and of which there are many.
 
-Option in ``domain.toml``: ``rule``, a key of :data:`WRITTEN`. The rules stand in ``studies/asynchrony/rules.py``.
+A model of a few layers gets some right after a few demonstrations, and reinforcement learning finds out which
+of them it gets right most surely. Option in ``domain.toml``: ``rule``, a key of :data:`WRITTEN`. The rules
+themselves stand in ``studies/asynchrony/rules.py``.
 """
 
 import random
@@ -37,8 +38,8 @@ def _rising(rng: random.Random, size: int) -> str:
 
 
 def _sum(rng: random.Random, size: int) -> str:
-    first = rng.randrange(10)
-    second = rng.randrange(10)
+    first = rng.randint(0, size)
+    second = rng.randint(0, size)
     return f"{first}+{second}={first + second}"
 
 
@@ -46,9 +47,9 @@ WRITTEN: Mapping[str, tuple[str, Callable[[random.Random, int], str]]] = {
     "brackets": ("Write {size} pairs of balanced brackets.", _brackets),
     "palindrome": ("Write a palindrome of {size} letters.", _palindrome),
     "rising": ("Write {size} letters, each later in the alphabet than the one before.", _rising),
-    "sum": ("Write a sum of two digits and what it makes. Note {size}.", _sum),
+    "sum": ("Add two digits from 0 to {size} and write the whole sum.", _sum),
 }
-SIZES = (2, 3, 4, 5, 6)
+SIZES = (2, 3, 4)
 
 
 class Writing:
