@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from lehr.core.config import Config, digest_of
@@ -133,10 +135,22 @@ def _recipe(
     )
 
 
+@cache
+def _written() -> str:
+    """Return a digest of every file that says what tasks are and when they are solved."""
+    files = sorted(path for path in DOMAINS.rglob("*") if path.suffix in (".toml", ".py"))
+    found = hashlib.blake2b(digest_size=8)
+    for file in (*files, DOMAINS.parent / "rules.py"):
+        found.update(f"{file.relative_to(DOMAINS.parent)}\n".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
 def digest(sizes: Sizes, arm: Arm | None, seed: int) -> str:
-    """Return what a result is kept under: it changes with everything that the recipe of its run says."""
+    """Return what a result is kept under: it changes with everything that the recipe of its run says, with the
+    domains and with their rules.
+    """
     start = start_recipe(sizes, seed, Path("start")).model_dump(mode="json")
-    body = {"start": start, "every": sizes.every}
+    body: dict[str, object] = {"start": start, "every": sizes.every, "domains": _written()}
     if arm is not None:
         run = arm_recipe(sizes, arm, seed, Path("start")).model_dump(mode="json")
         body |= {"run": run, "lockstep": arm.lockstep}

@@ -148,7 +148,7 @@ def _staleness(steps: list[dict[str, Any]], stage: str) -> dict[str, float]:
 
 def _commit() -> str:
     said = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"],
         capture_output=True,
         text=True,
     )
