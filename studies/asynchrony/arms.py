@@ -40,8 +40,8 @@ class Sizes(Config):
 
 
 QUICK = Sizes(
-    seeds=(0,), domains=("study/brackets", "study/gcd"), steps=2, groups_per_batch=2, group_size=4, every=1,
-    heldout=2, demonstrations=8, epochs=1,
+    seeds=(0,), domains=("study/count_bits", "study/gcd"), steps=2, groups_per_batch=2, group_size=4, every=1,
+    heldout=2, demonstrations=48, epochs=6,
 )  # fmt: skip
 """For a test: it shows that the path is whole, and nothing else."""
 

@@ -55,7 +55,7 @@ def dots(rows: Sequence[tuple[str, Estimate]], title: str, unit: str) -> str:
     width, left, right, row, top = 760.0, 250.0, 80.0, 22.0, 40.0
     height = top + row * len(rows) + 30
     ends = [abs(v) for _, e in rows for v in (e.mean, e.low, e.high) if not math.isnan(v)]
-    reach = min(max(ends, default=0.1) * 1.05, 0.5)
+    reach = min(max(ends, default=0.0) * 1.05, 0.5) or 0.1
 
     def at(value: float) -> float:
         return left + (min(max(value, -reach), reach) + reach) / (2 * reach) * (width - left - right)

@@ -26,6 +26,8 @@ from studies.asynchrony.summary import (
 
 from lehr.pipeline.folder import replace_text
 
+LAST = 8
+"""Steps at the end whose mean entropy is told."""
 BEGIN, END = "<!-- result:begin -->", "<!-- result:end -->"
 Found = Mapping[str, Mapping[int, Run]]
 
@@ -50,12 +52,8 @@ def write_report(sizes: Sizes, docs: Path) -> None:
 
 
 def _body(found: Found, known: Sequence[Arm], sizes: Sizes) -> str:
-    missing = [
-        f"{arm.name} (seed {seed})"
-        for arm in known
-        for seed in sizes.seeds
-        if seed not in found.get(arm.name, {})
-    ]
+    absent = {arm.name: [s for s in sizes.seeds if s not in found.get(arm.name, {})] for arm in known}
+    missing = [f"{name} (seeds {', '.join(map(str, seeds))})" for name, seeds in absent.items() if seeds]
     runs = [run for seeds in found.values() for run in seeds.values()]
     told = f"{len(runs)} of {len(known) * len(sizes.seeds)} runs are in."
     if missing:
@@ -74,7 +72,7 @@ def _body(found: Found, known: Sequence[Arm], sizes: Sizes) -> str:
         "### How far off the policy the batches were",
         _table(
             ("arm", "lag in versions: share of attempts", "k3 per token", "effective samples", "bound acts on",
-             "largest ratio", "entropy at the end", "attempts sampled", "alarms"),
+             "largest ratio", f"entropy, last {LAST} steps", "attempts sampled", "alarms"),
             [_health(arm.name, found[arm.name], sizes) for arm in chosen],
         ),
         "![Mismatch and entropy, step by step](asynchrony/health.svg)",
@@ -111,7 +109,7 @@ def _health(name: str, runs: Mapping[int, Run], sizes: Sizes) -> tuple[str, ...]
         for alarm, count in run["alarms"].items():
             alarms[alarm] = alarms.get(alarm, 0) + count
     mean: Callable[[str], float] = lambda key: seeds_mean(runs, lambda run: step_mean(run, key))  # noqa: E731
-    entropy = seeds_mean(runs, lambda run: float(run["steps"]["entropy"][-1]))
+    entropy = seeds_mean(runs, lambda run: estimate(run["steps"]["entropy"][-LAST:]).mean)
     sampled = seeds_mean(runs, lambda run: sum(run["steps"]["groups_finished"]) * sizes.group_size)
     return (
         name,
@@ -119,7 +117,7 @@ def _health(name: str, runs: Mapping[int, Run], sizes: Sizes) -> tuple[str, ...]
         f"{mean('mismatch_kl'):.2g}",
         f"{mean('ess'):.0%}",
         f"{mean('clipped_up'):.1%} up, {mean('clipped_down'):.1%} down",
-        f"{max(max(run['steps']['ratio_max']) for run in runs.values()):.3g}",
+        f"{max(max(run['steps']['ratio_max'], default=math.nan) for run in runs.values()):.3g}",
         f"{entropy:.2f}",
         f"{sampled:.0f}",
         ", ".join(f"{alarm} {count}" for alarm, count in sorted(alarms.items())),
