@@ -63,7 +63,7 @@ def _body(found: Found, known: Sequence[Arm], sizes: Sizes) -> str:
         told,
         "### Held-out tasks solved, by arm",
         _table(
-            ("arm", "seeds", "start", f"after step {steps}", "mean over the curve", "against",
+            ("arm", "seeds", "steps trained", "start", f"after step {steps}", "mean over the curve", "against",
              "difference of means", f"after step {steps}, paired by task"),
             [_row(arm, found, steps) for arm in chosen],
         ),
@@ -91,6 +91,7 @@ def _row(arm: Arm, found: Found, steps: int) -> tuple[str, ...]:
     return (
         arm.name,
         str(len(runs)),
+        ", ".join(str(sum(value is not None for value in run["steps"]["entropy"])) for run in runs.values()),
         _rate(estimate([pass_rate(run, 0) for run in runs.values()]), plain=True),
         _rate(estimate([pass_rate(run, steps) for run in runs.values()])),
         _rate(estimate([over_curve(run) for run in runs.values()])),

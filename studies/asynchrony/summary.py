@@ -52,7 +52,20 @@ def load(sizes: Sizes, arms: Sequence[Arm], data: Path) -> dict[str, dict[int, R
         for arm in arms:
             run = stored(data, arm.name, seed, digest(sizes, arm, seed))
             if run is not None and start is not None:
-                found.setdefault(arm.name, {})[seed] = {**run, "greedy_start": start["greedy"]}
+                whole = {"evaluations": carried(run["evaluations"]), "greedy_start": start["greedy"]}
+                found.setdefault(arm.name, {})[seed] = {**run, **whole}
+    return found
+
+
+def carried(evaluations: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the measurements, where a run ended early with its last one for those that never came: its weights
+    do not change any more.
+    """
+    found: dict[str, Any] = {}
+    last: Any = {}
+    for step in sorted(evaluations, key=int):
+        last = evaluations[step] or last
+        found[step] = last
     return found
 
 
