@@ -6,6 +6,7 @@
 #   make test-vllm              the engines' tests against a real vLLM server, in an environment of its own (3.5 GB)
 #   make check                  format, lint, types, import layers
 #   make bench [NAME=engine]    benchmarks, beside a peer
+#   make study                  the study of asynchrony: what is missing of it, then its report; within three hours
 #   make soak [LEASES=10000]    leases with random faults, and a count of what is left behind
 #   make soak-engine [REQUESTS=30000]  requests of random sizes with cancels; memory must stay flat
 #   make mutants                breaks the code on purpose; each break must fail its test
@@ -22,7 +23,7 @@ RUN := $(VENV)/bin/python -m
 READY := $(VENV)/.ready
 WORKERS := 2
 
-.PHONY: help setup quickstart test nightly test-vllm check bench soak soak-engine mutants fetch lock clean
+.PHONY: help setup quickstart test nightly test-vllm check bench study soak soak-engine mutants fetch lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -57,6 +58,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(RUN) benchmarks.run $(or $(NAME),all)
+
+study: $(READY)
+	$(RUN) studies.asynchrony $(ARGS)
 
 soak: $(READY)
 	$(VENV)/bin/python tests/soak/leases.py $(LEASES)
