@@ -61,7 +61,7 @@ class Held:
         below = _below(os.getpid())
         spaces: dict[int, int] = {}
         for pid in below:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has just ended
+            with contextlib.suppress(OSError):  # one that has just ended
                 lines = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
                 spaces[os.stat(f"/proc/{pid}/ns/mnt").st_ino] = len(lines)
         mounts = sum(spaces.values())

@@ -13,17 +13,19 @@ NUMBERS = (signal.SIGTERM, signal.SIGHUP)
 def heed_requests_to_stop(session: Session) -> None:
     """From now on pass the first SIGTERM or SIGHUP to whatever handles SIGINT, and note it in ``session``.
 
-    Later ones change nothing: a terminal that closes sends several, and the first is being obeyed. A signal
-    that is ignored, as under ``nohup``, stays ignored.
+    Later ones change nothing: a terminal that closes sends several, and the first is being obeyed. SIGHUP that
+    is ignored, as under ``nohup``, stays ignored. SIGINT is heeded also where a shell ignores it, as it does
+    for a script's jobs in the background: asyncio ends work in order only where it may handle SIGINT.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def stop(number: int, frame: FrameType | None) -> None:
         if session.stopped_by != signal.SIGINT:
             return
         session.stopped_by = number
         interrupt = signal.getsignal(signal.SIGINT)
-        if not callable(interrupt):  # ignored, as in a job that a shell started in the background
-            interrupt = signal.default_int_handler
+        assert callable(interrupt)
         interrupt(number, frame)
 
     for number in NUMBERS:

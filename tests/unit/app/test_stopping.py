@@ -53,6 +53,29 @@ def test_a_signal_ends_the_work_as_ctrl_c_does(
     assert f"lehr runs resume {tmp_path}" in capsys.readouterr().err
 
 
+def test_in_a_job_in_the_background_what_runs_is_ended_in_order_too() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    session = Session()
+    served: list[str] = []
+
+    async def request() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        served.append("to its end")
+
+    async def server() -> None:
+        running = asyncio.create_task(request())
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await running
+
+    heed_requests_to_stop(session)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(server())
+    assert served == ["to its end"]
+
+
 def test_what_is_ignored_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     session = Session()
