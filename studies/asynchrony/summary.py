@@ -85,6 +85,11 @@ def pass_rate(run: Run, step: int, domains: Collection[str] = ()) -> float:
     return math.fsum(rates) / len(rates) if rates else math.nan
 
 
+def gain(run: Run, step: int, domains: Collection[str] = ()) -> float:
+    """Return how much more is solved after ``step`` than before the first: seeds start from different models."""
+    return pass_rate(run, step, domains) - pass_rate(run, 0, domains)
+
+
 def over_curve(run: Run, domains: Collection[str] = ()) -> float:
     """Return the mean pass rate over all measurements but that of the start: how high and how early."""
     steps = [int(step) for step in run["evaluations"] if step != "0"]
