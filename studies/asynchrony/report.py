@@ -154,10 +154,10 @@ def _figures(found: Found, sizes: Sizes) -> dict[str, str]:
     return {
         "curves.svg": panels(
             [
-                Panel("Points above the start: dppo_tv", plain(lags, gain)),
-                Panel("Points above the start: no correction", plain(_uncorrected(lags), gain)),
+                Panel("Gain in points: dppo_tv", plain(lags, gain)),
+                Panel("Gain in points: no correction", plain(_uncorrected(lags), gain)),
                 Panel(
-                    "Points above the start: replay",
+                    "Gain in points: replay",
                     plain((("sync", "without", 0), ("replay", "with", 4)), gain),
                 ),
             ],
@@ -166,12 +166,10 @@ def _figures(found: Found, sizes: Sizes) -> dict[str, str]:
         "loud.svg": panels(
             [
                 Panel(
-                    f"Points above the start: {title}, paid 100-fold",
+                    f"Gain in points: {title}, paid 100-fold",
                     plain((*loud, *quiet), partial(_of, (LOUD,))),
                 ),
-                Panel(
-                    "Points above the start: the other domains", plain((*loud, *quiet), partial(_of, others))
-                ),
+                Panel("Gain in points: the other domains", plain((*loud, *quiet), partial(_of, others))),
             ],
             "step",
         ),

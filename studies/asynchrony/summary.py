@@ -86,7 +86,7 @@ def pass_rate(run: Run, step: int, domains: Collection[str] = ()) -> float:
 
 
 def gain(run: Run, step: int, domains: Collection[str] = ()) -> float:
-    """Return how much more is solved after ``step`` than before the first: seeds start from different models."""
+    """Return how much more is solved after ``step`` than before the first: seeds start differently."""
     return pass_rate(run, step, domains) - pass_rate(run, 0, domains)
 
 
