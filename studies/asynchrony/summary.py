@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from studies.asynchrony.arms import Arm, Sizes, digest
-from studies.asynchrony.runs import stored
+from studies.asynchrony.arms import Arm, Sizes
+from studies.asynchrony.runs import result_of
 
 from lehr.evals.stats import Paired, paired_difference
 
@@ -48,12 +48,10 @@ def load(sizes: Sizes, arms: Sequence[Arm], data: Path) -> dict[str, dict[int, R
     """Return the runs that are there, by arm and seed, each with what its start solved greedily."""
     found: dict[str, dict[int, Run]] = {}
     for seed in sizes.seeds:
-        start = stored(data, "start", seed, digest(sizes, None, seed))
         for arm in arms:
-            run = stored(data, arm.name, seed, digest(sizes, arm, seed))
-            if run is not None and start is not None:
-                whole = {"evaluations": carried(run["evaluations"]), "greedy_start": start["greedy"]}
-                found.setdefault(arm.name, {})[seed] = {**run, **whole}
+            run = result_of(sizes, arm, seed, data)
+            if run is not None:
+                found.setdefault(arm.name, {})[seed] = {**run, "evaluations": carried(run["evaluations"])}
     return found
 
 

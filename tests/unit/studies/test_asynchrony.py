@@ -60,14 +60,17 @@ def test_every_arm_gets_its_first_seed_before_any_its_second_and_finished_runs_a
 ) -> None:
     sizes = Sizes()
     sync = arms()[0]
-    body = {"digest": digest(sizes, sync, 0)}
+    body = {"digest": digest(sizes, sync, 0), "start": "aa"}
+    begun = {"digest": digest(sizes, None, 0), "weights": "aa", "greedy": {}}
     (tmp_path / "sync-0.json").write_text(json.dumps(body))
+    (tmp_path / "start-0.json").write_text(json.dumps(begun))
     todo = [(arm.name, seed) for arm, seed in missing(sizes, arms(), tmp_path)]
     assert len(todo) == 3 * len(arms()) - 1 and ("sync", 0) not in todo
     main = [seed for name, seed in todo if name not in ("unscaled", "sync-uncorrected")]
     assert main == sorted(main)
-    (tmp_path / "sync-0.json").write_text(json.dumps({"digest": digest(QUICK, sync, 0)}))
-    assert ("sync", 0) in [(arm.name, seed) for arm, seed in missing(sizes, arms(), tmp_path)]
+    for other in ({**body, "digest": digest(QUICK, sync, 0)}, {**body, "start": "bb"}):
+        (tmp_path / "sync-0.json").write_text(json.dumps(other))
+        assert ("sync", 0) in [(arm.name, seed) for arm, seed in missing(sizes, arms(), tmp_path)]
 
 
 def test_arms_differ_in_what_they_are_about_alone() -> None:
