@@ -79,6 +79,8 @@ def _body(found: Found, known: Sequence[Arm], sizes: Sizes) -> str:
         "![Mismatch and entropy, step by step](asynchrony/health.svg)",
         "### By domain",
         _by_domain(found, chosen, sizes),
+        "### The loud domain and the others",
+        _loud(found, sizes),
         "![The loud domain and the others](asynchrony/loud.svg)",
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
@@ -125,6 +127,22 @@ def _health(name: str, runs: Mapping[int, Run], sizes: Sizes) -> tuple[str, ...]
         f"{sampled:.0f}",
         ", ".join(f"{alarm} {count}" for alarm, count in sorted(alarms.items())),
     )
+
+
+def _loud(found: Found, sizes: Sizes) -> str:
+    others = [name for name in sizes.domains if name != LOUD]
+    rows = [
+        (
+            name,
+            *(
+                _points(estimate([gain(run, sizes.steps, of) for run in found[name].values()]))
+                for of in ((LOUD,), others)
+            ),
+        )
+        for name in ("sync", "unscaled", "loud-scaled", "loud-unscaled")
+        if name in found
+    ]
+    return _table(("arm", f"gain of {LOUD.partition('/')[2]}", "gain of the others"), rows)
 
 
 def _by_domain(found: Found, chosen: Sequence[Arm], sizes: Sizes) -> str:
