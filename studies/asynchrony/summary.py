@@ -13,7 +13,7 @@ from studies.asynchrony.runs import result_of
 
 from lehr.evals.stats import Paired, paired_difference
 
-T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+T_975 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """The 97.5 % point of Student's t, by degrees of freedom."""
 
 Run = Mapping[str, Any]
@@ -23,7 +23,9 @@ Rate = Callable[[Run, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The mean over ``n`` seeds, with Student's 95 % interval; without one (NaN) for a single seed."""
+    """The mean over ``n`` seeds, with Student's 95 % interval; without one (NaN) for fewer than three: the spread of
+    two says next to nothing, and is 0 by chance.
+    """
 
     mean: float
     low: float
@@ -37,8 +39,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     if n == 0:
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean = math.fsum(values) / n
-    if n == 1:
-        return Estimate(mean, math.nan, math.nan, 1)
+    if n < 3:
+        return Estimate(mean, math.nan, math.nan, n)
     variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1)
     half = T_975[n - 1] * math.sqrt(variance / n)
     return Estimate(mean, mean - half, mean + half, n)
