@@ -23,8 +23,8 @@ Rate = Callable[[Run, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The mean over ``n`` seeds, with Student's 95 % interval; without one (NaN) for fewer than three: the spread of
-    two says next to nothing, and is 0 by chance.
+    """The mean over ``n`` seeds, with Student's 95 % interval; without one (NaN) for fewer than three: the
+    spread of two says next to nothing, and is 0 by chance.
     """
 
     mean: float
