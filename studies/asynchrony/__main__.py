@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from studies.asynchrony.arms import QUICK, Arm, Sizes, arms, digest
+from studies.asynchrony.arms import QUICK, Arm, Sizes, arms
 from studies.asynchrony.report import write_report
-from studies.asynchrony.runs import run_arm, run_start, stored
+from studies.asynchrony.runs import result_of, run_arm, run_start
 
 from lehr.core.errors import LehrError
 from lehr.pipeline.observer import Silent
@@ -38,7 +38,7 @@ def missing(sizes: Sizes, chosen: tuple[Arm, ...], data: Path) -> Iterator[tuple
     """Yield the runs that have no result: seed by seed, and in the end those that are extra."""
     runs = [(arm, seed) for seed in sizes.seeds for arm in chosen]
     for arm, seed in sorted(runs, key=lambda run: run[0].extra):
-        if stored(data, arm.name, seed, digest(sizes, arm, seed)) is None:
+        if result_of(sizes, arm, seed, data) is None:
             yield arm, seed
 
 

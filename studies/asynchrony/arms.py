@@ -65,11 +65,10 @@ class Arm:
 
 def arms() -> tuple[Arm, ...]:
     """Return every arm, those first that most depends on."""
-    bounds = tuple(
-        Arm(f"async-{bound}{'' if loss == 'dppo_tv' else '-uncorrected'}", bound, loss)
-        for bound in (8, 4, 1)
-        for loss in ("dppo_tv", "none")
-    )
+    bounds: list[Arm] = []
+    for bound in (8, 4, 1):
+        name = f"async-{bound}"
+        bounds += [Arm(name, bound), Arm(f"{name}-uncorrected", bound, "none", control=name)]
     replay = ReplayConfig(per_step=8, rare_below=0.5)
     return (
         Arm("sync"),

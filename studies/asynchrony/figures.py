@@ -28,7 +28,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes. percent: whether values are rates."""
+    """One pair of axes. percent: whether values are differences of rates, told in points."""
 
     title: str
     curves: Sequence[Curve]
@@ -79,7 +79,7 @@ def _range(curves: Sequence[Curve]) -> tuple[float, float]:
     values = [e.mean for curve in curves for _, e in curve.points if not math.isnan(e.mean)]
     low, high = min(values, default=0.0), max(values, default=1.0)
     room = (high - low) * 0.25 or 0.1
-    return max(0.0, low - room), high + room
+    return low - room, high + room
 
 
 def _panel(panel: Panel, span: tuple[float, float], x_label: str) -> str:
@@ -97,7 +97,9 @@ def _panel(panel: Panel, span: tuple[float, float], x_label: str) -> str:
         value = low + (high - low) * number / 4
         _, y = at(0, value)
         parts.append(_line(LEFT, y, WIDTH - RIGHT, y, FAINT))
-        parts.append(_text(LEFT - 5, y + 4, f"{value:.0%}" if panel.percent else f"{value:.2g}", anchor="end"))
+        parts.append(
+            _text(LEFT - 5, y + 4, f"{value * 100:+.0f}" if panel.percent else f"{value:.2g}", anchor="end")
+        )
     for x in sorted(set(xs)) if len(set(xs)) < 12 else (0, last / 2, last):
         parts.append(_text(at(x, low)[0], HEIGHT - BOTTOM + 14, f"{x:g}", anchor="middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, x_label, anchor="middle"))

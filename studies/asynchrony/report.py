@@ -16,6 +16,7 @@ from studies.asynchrony.summary import (
     between_seeds,
     between_tasks,
     estimate,
+    gain,
     load,
     measured_steps,
     over_curve,
@@ -63,8 +64,8 @@ def _body(found: Found, known: Sequence[Arm], sizes: Sizes) -> str:
         told,
         "### Held-out tasks solved, by arm",
         _table(
-            ("arm", "seeds", "steps trained", "start", f"after step {steps}", "mean over the curve", "against",
-             "difference of means", f"after step {steps}, paired by task"),
+            ("arm", "seeds", "steps trained", "start", f"after step {steps}", f"gain at step {steps}",
+             "mean over the curve", "against", "difference of means", f"after step {steps}, paired by task"),
             [_row(arm, found, steps) for arm in chosen],
         ),
         "![Differences to the control](asynchrony/differences.svg)",
@@ -78,6 +79,8 @@ def _body(found: Found, known: Sequence[Arm], sizes: Sizes) -> str:
         "![Mismatch and entropy, step by step](asynchrony/health.svg)",
         "### By domain",
         _by_domain(found, chosen, sizes),
+        "### The loud domain and the others",
+        _loud(found, sizes),
         "![The loud domain and the others](asynchrony/loud.svg)",
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
@@ -92,9 +95,10 @@ def _row(arm: Arm, found: Found, steps: int) -> tuple[str, ...]:
         arm.name,
         str(len(runs)),
         ", ".join(str(sum(value is not None for value in run["steps"]["entropy"])) for run in runs.values()),
-        _rate(estimate([pass_rate(run, 0) for run in runs.values()]), plain=True),
-        _rate(estimate([pass_rate(run, steps) for run in runs.values()])),
-        _rate(estimate([over_curve(run) for run in runs.values()])),
+        f"{seeds_mean(runs, lambda run: pass_rate(run, 0)):.1%}",
+        f"{seeds_mean(runs, lambda run: pass_rate(run, steps)):.1%}",
+        _points(estimate([gain(run, steps) for run in runs.values()])),
+        f"{seeds_mean(runs, over_curve):.1%}",
         arm.control if compared else "",
         _points(between_seeds(runs, control, over_curve)) if compared else "",
         f"{tasks.diff * 100:+.1f} ({tasks.low * 100:+.1f} to {tasks.high * 100:+.1f})" if tasks else "",
@@ -125,6 +129,22 @@ def _health(name: str, runs: Mapping[int, Run], sizes: Sizes) -> tuple[str, ...]
     )
 
 
+def _loud(found: Found, sizes: Sizes) -> str:
+    others = [name for name in sizes.domains if name != LOUD]
+    rows = [
+        (
+            name,
+            *(
+                _points(estimate([gain(run, sizes.steps, of) for run in found[name].values()]))
+                for of in ((LOUD,), others)
+            ),
+        )
+        for name in ("sync", "unscaled", "loud-scaled", "loud-unscaled")
+        if name in found
+    ]
+    return _table(("arm", f"gain of {LOUD.partition('/')[2]}", "gain of the others"), rows)
+
+
 def _by_domain(found: Found, chosen: Sequence[Arm], sizes: Sizes) -> str:
     names = [name.partition("/")[2] for name in sizes.domains]
     rows = [("start", *_rates_of(found[chosen[0].name], 0, sizes))]
@@ -152,16 +172,22 @@ def _figures(found: Found, sizes: Sizes) -> dict[str, str]:
     return {
         "curves.svg": panels(
             [
-                Panel("dppo_tv: pass rate, mean of all domains", plain(lags, pass_rate)),
-                Panel("no correction", plain(_uncorrected(lags), pass_rate)),
-                Panel("replay", plain((("sync", "without", 0), ("replay", "with", 4)), pass_rate)),
+                Panel("Gain in points: dppo_tv", plain(lags, gain)),
+                Panel("Gain in points: no correction", plain(_uncorrected(lags), gain)),
+                Panel(
+                    "Gain in points: replay",
+                    plain((("sync", "without", 0), ("replay", "with", 4)), gain),
+                ),
             ],
             "step",
         ),
         "loud.svg": panels(
             [
-                Panel(f"{title}, paid 100-fold", plain((*loud, *quiet), partial(_of, (LOUD,)))),
-                Panel("mean of the other domains", plain((*loud, *quiet), partial(_of, others))),
+                Panel(
+                    f"Gain in points: {title}, paid 100-fold",
+                    plain((*loud, *quiet), partial(_of, (LOUD,))),
+                ),
+                Panel("Gain in points: the other domains", plain((*loud, *quiet), partial(_of, others))),
             ],
             "step",
         ),
@@ -182,7 +208,7 @@ def _uncorrected(lags: Sequence[tuple[str, str, int]]) -> list[tuple[str, str, i
 
 
 def _of(domains: Collection[str], run: Run, step: int) -> float:
-    return pass_rate(run, step, domains)
+    return gain(run, step, domains)
 
 
 def _curves(found: Found, chosen: Sequence[tuple[str, str, int]], rate: Rate) -> list[Curve]:
@@ -208,12 +234,6 @@ def _by_step(found: Found, chosen: Sequence[tuple[str, str, int]], key: str) -> 
         if points:
             drawn.append(Curve(label, points, colour))
     return drawn
-
-
-def _rate(found: Estimate, *, plain: bool = False) -> str:
-    if plain or math.isnan(found.low):
-        return f"{found.mean:.1%}"
-    return f"{found.mean:.1%} ({max(0.0, found.low):.1%} to {min(1.0, found.high):.1%})"
 
 
 def _points(found: Estimate) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from lehr.ledger.reader import LedgerReader
 from lehr.model.checkpoint import save_model
 from lehr.model.tiny import tiny_decoder
 from lehr.model.tokenizer import ByteTokenizer
+from lehr.model.weights import weight_files
 from lehr.pipeline.folder import replace_text
 from lehr.pipeline.observer import Observer
 from lehr.pipeline.recipe import Recipe
@@ -49,11 +51,23 @@ def stored(data: Path, name: str, seed: int, key: str) -> Mapping[str, Any] | No
         ) from error
 
 
+def result_of(sizes: Sizes, arm: Arm, seed: int, data: Path) -> Mapping[str, Any] | None:
+    """Return the result of an arm, or None where it has none that began from the start that is recorded."""
+    start, run = (
+        stored(data, name, seed, digest(sizes, which, seed))
+        for name, which in (("start", None), (arm.name, arm))
+    )
+    if start is None or run is None or run["start"] != start["weights"]:
+        return None
+    return {**run, "greedy_start": start["greedy"]}
+
+
 def run_start(sizes: Sizes, seed: int, work: Path, data: Path, observer: Observer) -> Path:
     """Return the checkpoint that all arms of ``seed`` start from; makes it where it is not there."""
     folder, key = work / f"start-{seed}", digest(sizes, None, seed)
     checkpoint = folder / "checkpoints" / "sft"
-    if stored(data, "start", seed, key) is not None and (checkpoint / "config.json").exists():
+    known = stored(data, "start", seed, key)
+    if known is not None and (checkpoint / "config.json").exists() and known["weights"] == _weights(checkpoint):
         return checkpoint
     shutil.rmtree(folder, ignore_errors=True)
     model = work / f"model-{seed}"
@@ -63,8 +77,16 @@ def run_start(sizes: Sizes, seed: int, work: Path, data: Path, observer: Observe
     with on_one_core():
         start_run(recipe, folder, observer)
     body = _result(folder, recipe, {}, "sft")
-    _store(data, "start", seed, {"digest": key, "seconds": round(time.time() - begun, 1), **body})
+    seconds = round(time.time() - begun, 1)
+    _store(data, "start", seed, {"digest": key, "weights": _weights(checkpoint), "seconds": seconds, **body})
     return checkpoint
+
+
+def _weights(checkpoint: Path) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for file in weight_files(checkpoint):
+        found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def run_arm(sizes: Sizes, arm: Arm, seed: int, start: Path, work: Path, data: Path, observer: Observer) -> None:
@@ -77,8 +99,12 @@ def run_arm(sizes: Sizes, arm: Arm, seed: int, start: Path, work: Path, data: Pa
         start_run(recipe, folder, observer)
     labels = {step: label(step) for step in range(0, sizes.steps + 1, sizes.every)}
     body = _result(folder, recipe, labels, "rl")
-    key = digest(sizes, arm, seed)
-    _store(data, arm.name, seed, {"digest": key, "seconds": round(time.time() - begun, 1), **body})
+    head = {
+        "digest": digest(sizes, arm, seed),
+        "start": _weights(start),
+        "seconds": round(time.time() - begun, 1),
+    }
+    _store(data, arm.name, seed, {**head, **body})
     shutil.rmtree(folder)
 
 

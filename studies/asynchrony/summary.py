@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from studies.asynchrony.arms import Arm, Sizes, digest
-from studies.asynchrony.runs import stored
+from studies.asynchrony.arms import Arm, Sizes
+from studies.asynchrony.runs import result_of
 
 from lehr.evals.stats import Paired, paired_difference
 
-T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+T_975 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """The 97.5 % point of Student's t, by degrees of freedom."""
 
 Run = Mapping[str, Any]
@@ -23,7 +23,9 @@ Rate = Callable[[Run, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The mean over ``n`` seeds, with Student's 95 % interval; without one (NaN) for a single seed."""
+    """The mean over ``n`` seeds, with Student's 95 % interval; without one (NaN) for fewer than three: the
+    spread of two says next to nothing, and is 0 by chance.
+    """
 
     mean: float
     low: float
@@ -37,8 +39,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     if n == 0:
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean = math.fsum(values) / n
-    if n == 1:
-        return Estimate(mean, math.nan, math.nan, 1)
+    if n < 3:
+        return Estimate(mean, math.nan, math.nan, n)
     variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1)
     half = T_975[n - 1] * math.sqrt(variance / n)
     return Estimate(mean, mean - half, mean + half, n)
@@ -48,12 +50,10 @@ def load(sizes: Sizes, arms: Sequence[Arm], data: Path) -> dict[str, dict[int, R
     """Return the runs that are there, by arm and seed, each with what its start solved greedily."""
     found: dict[str, dict[int, Run]] = {}
     for seed in sizes.seeds:
-        start = stored(data, "start", seed, digest(sizes, None, seed))
         for arm in arms:
-            run = stored(data, arm.name, seed, digest(sizes, arm, seed))
-            if run is not None and start is not None:
-                whole = {"evaluations": carried(run["evaluations"]), "greedy_start": start["greedy"]}
-                found.setdefault(arm.name, {})[seed] = {**run, **whole}
+            run = result_of(sizes, arm, seed, data)
+            if run is not None:
+                found.setdefault(arm.name, {})[seed] = {**run, "evaluations": carried(run["evaluations"])}
     return found
 
 
@@ -83,6 +83,11 @@ def pass_rate(run: Run, step: int, domains: Collection[str] = ()) -> float:
         if (not domains or domain in domains) and (judged := len(tasks) - tasks.count("-"))
     ]
     return math.fsum(rates) / len(rates) if rates else math.nan
+
+
+def gain(run: Run, step: int, domains: Collection[str] = ()) -> float:
+    """Return how much more is solved after ``step`` than before the first: seeds start differently."""
+    return pass_rate(run, step, domains) - pass_rate(run, 0, domains)
 
 
 def over_curve(run: Run, domains: Collection[str] = ()) -> float:
