@@ -71,9 +71,16 @@ class HfTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``; text that looks like a special token is encoded as plain text.
 
+        Raises :class:`ConfigError` for half of a surrogate pair.
+
         Other threads go on meanwhile: a batch, unlike a single text, is encoded without the interpreter's lock.
         """
-        return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except TypeError as error:
+            raise ConfigError(
+                f"cannot encode {text[:80]!r}", expected="text without halves of surrogate pairs"
+            ) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text, special tokens left out; incomplete bytes become U+FFFD."""

@@ -95,6 +95,20 @@ def read_conversations(path: Path, renderer: ChatRenderer | None = None) -> list
     )
 
 
+def _require_whole_characters(line: bytes) -> None:
+    if b"\\ud" not in line.lower():  # JSON has no other way to write half a character
+        return
+    try:
+        text = json.dumps(json.loads(line), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return  # ``parse`` says what is wrong with it
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{half!r} is half of a surrogate pair; expected whole characters") from error
+
+
 def read_jsonl(path: Path, parse: Callable[[bytes, str], T], *, expected: str) -> list[T]:
     """Return what ``parse`` makes of each line that is not blank and of its place, ``FILE:LINE``.
 
@@ -115,6 +129,7 @@ def read_jsonl(path: Path, parse: Callable[[bytes, str], T], *, expected: str) -
         if not line.strip():
             continue
         try:
+            _require_whole_characters(line)
             found.append(parse(line, f"{path}:{number}"))
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")

@@ -180,7 +180,15 @@ class AdvantageConfig(Config):
     overlong_penalty: float = Field(default=1.0, gt=0)
 
     @model_validator(mode="after")
-    def _limit(self) -> AdvantageConfig:
+    def _fits(self) -> AdvantageConfig:
+        if self.part_weights and not self.normalise_parts:
+            raise ValueError("part_weights are of the sum of normalised parts: set normalise_parts = true")
+        if self.normalise_parts and self.turns != "off":
+            raise ValueError(
+                "normalise_parts credits whole attempts and turns = 'return' single turns; choose one"
+            )
+        if self.turn_discount != 1 and self.turns == "off":
+            raise ValueError("turn_discount is for turns = 'return'")
         if self.overlong == "penalise" and self.overlong_tokens is None:
             raise ValueError("overlong = 'penalise' needs overlong_tokens, the limit that is penalised")
         return self

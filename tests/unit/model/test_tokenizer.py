@@ -36,6 +36,11 @@ def test_a_character_split_over_tokens(smollm: Path) -> None:
     assert b"".join(map(tokenizer.token_bytes, ids)) == "🜚".encode()
 
 
+def test_half_a_character_is_refused(smollm: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot encode 'a.ud83d'.*halves of surrogate pairs"):
+        load_tokenizer(smollm).encode("a\ud83d")
+
+
 def test_saved_tokenizers_load_alike(smollm: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(smollm)
     tokenizer.save(tmp_path)

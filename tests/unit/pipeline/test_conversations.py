@@ -75,11 +75,13 @@ def test_every_bad_line_is_named_with_what_was_expected(tmp_path: Path) -> None:
         {"messages": [USER]},
         {"messages": [{"role": "robot", "content": "x"}, SAID]},
         {"messages": [{"role": "user", "content": 7}, SAID]},
+        {"messages": [{"role": "user", "content": "a \ud83d b"}, SAID]},
+        {"messages": [{"role": "user", "content": "a \U0001f600 b"}, SAID]},
     )
     with pytest.raises(ConfigError) as caught:
         read_conversations(path)
     text = str(caught.value)
-    assert text.startswith("7 lines cannot be used")
+    assert text.startswith("8 lines cannot be used")
     for place, told in [
         (2, "not JSON"),
         (3, "a list; expected an object"),
@@ -88,6 +90,7 @@ def test_every_bad_line_is_named_with_what_was_expected(tmp_path: Path) -> None:
         (7, "no message of the assistant to learn from"),
         (8, r"messages.0.role: Input should be 'system'"),
         (9, "messages.0.content: Input should be a valid string (found '7')"),
+        (10, r"'\ud83d' is half of a surrogate pair; expected whole characters"),
     ]:
         (line,) = [x for x in text.splitlines() if f":{place}: " in x]
         assert told in line

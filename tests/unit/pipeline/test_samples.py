@@ -166,9 +166,15 @@ def test_length_is_penalised_softly_before_the_limit(length: int, lost: float):
     assert found["g1"][0] - found["g0"][0] == pytest.approx(2 * lost)
 
 
-def test_a_penalty_without_a_limit_is_refused():
+def test_what_would_have_no_effect_is_refused():
     with pytest.raises(ValueError, match="overlong_tokens"):
         AdvantageConfig(overlong="penalise")
+    with pytest.raises(ValueError, match="normalise_parts = true"):
+        AdvantageConfig(part_weights={"tests": 2.0})
+    with pytest.raises(ValueError, match="choose one"):
+        AdvantageConfig(normalise_parts=True, turns="return")
+    with pytest.raises(ValueError, match="turn_discount is for"):
+        AdvantageConfig(turn_discount=0.9)
 
 
 def test_the_divergence_of_an_attempt_is_taken_off_its_reward():
