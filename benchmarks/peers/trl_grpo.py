@@ -7,8 +7,8 @@ step (sampling, reward, one optimiser step) for every further line, and prints o
     go
 
 No gradient checkpointing, no reference model, logging and saving off: nothing that the step does not need. All
-completions are sampled at once; forward and backward go over them in four parts, which took 45 s a step where one
-part took 51 (float32, two Zen 3 cores) and needs 10 GB more.
+completions are sampled at once; forward and backward go over them in four parts, which took 45 s a step where
+one part took 51 and 10 GB more (float32, two Zen 3 cores).
 """
 
 from __future__ import annotations

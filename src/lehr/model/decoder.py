@@ -21,6 +21,9 @@ from lehr.model.base import Attend
 from lehr.model.config import ModelConfig
 from lehr.model.rotary import Rotary, rotate
 
+_WIDENED = 16384
+"""Outputs whose weights are in float32 at a time."""
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 whatever the dtype of its input."""
@@ -71,6 +74,24 @@ class Layer(nn.Module):
         return run(self, *inputs)
 
 
+class Head(nn.Linear):
+    """The last layer. It gives float32 whatever its weight is in: bfloat16 knows a logit of 20 to an eighth
+    only, so that sampler and trainer, each a little off, would disagree about a token by that much.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return float32 ``[N, V]`` of hidden states ``[N, D]``."""
+        return float32_product(input, self.weight)
+
+
+def float32_product(x_ND: Tensor, weight_OD: Tensor) -> Tensor:
+    """Return ``x @ weight.T`` in float32, ``[N, O]``. Of a narrower weight a part is widened at a time."""
+    if weight_OD.dtype is torch.float32:
+        return x_ND @ weight_OD.t()
+    wide_ND = x_ND.float()
+    return torch.cat([wide_ND @ part.float().t() for part in weight_OD.split(_WIDENED)], dim=-1)
+
+
 class Decoder(nn.Module):
     """Embedding, layers, final norm and head (logits, or one number where the configuration says ``scalar``).
     Stateless between calls; build it with :meth:`from_hf`.
@@ -88,7 +109,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = nn.Linear(config.hidden_size, 1 if config.scalar else config.vocab_size, bias=False)
+        self.head = Head(config.hidden_size, 1 if config.scalar else config.vocab_size, bias=False)
         if config.tied_head:
             self.head.weight = self.embed.weight
         self.rotary = Rotary(config.rope, config.head_size)
@@ -138,7 +159,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Return float32 logits ``[N, V]``."""
-        return self.head(hidden_ND).float()
+        return self.head(hidden_ND)
 
     @classmethod
     def from_hf(

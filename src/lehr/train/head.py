@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lehr.model.decoder import float32_product
+
 CHUNK_BYTES = 64 << 20
 """Float32 logits that exist at a time."""
 
@@ -121,7 +123,7 @@ def scalar_loss(
 
 
 def _chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    logits = torch.mm(hidden, weight.t()).float()
+    logits = float32_product(hidden, weight)
     if not bool((temperatures == 1.0).all()):
         logits.div_(temperatures[:, None])
     log_softmax = torch.log_softmax(logits, -1)

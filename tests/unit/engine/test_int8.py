@@ -25,21 +25,22 @@ needs_kernels = pytest.mark.skipif(KERNELS is None, reason="there is no C++ comp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (100, 33), (1, 1), (64, 7)])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("float32_out", [True, False])
 def test_few_rows_give_the_product_with_the_rounded_weight(
-    dtype: torch.dtype, outputs: int, inputs: int, bias: bool
+    dtype: torch.dtype, outputs: int, inputs: int, bias: bool, float32_out: bool
 ) -> None:
     torch.manual_seed(outputs)
     plain = nn.Linear(inputs, outputs, bias=bias).to(dtype)
     kernels = kernels_for(dtype)
     assert kernels is not None
-    layer = Int8Linear(plain, kernels)
+    layer = Int8Linear(plain, kernels, float32_out=float32_out)
     rounded, scales = quantized(plain.weight.detach())
     for rows in (*range(1, 10), FEW, FEW + 1):
         x = torch.randn(rows, inputs).to(dtype)
         expected = x.float() @ (rounded * scales[:, None]).T + (plain.bias.float() if bias else 0)
         with torch.inference_mode():
             found = layer(x)
-        assert found.dtype is dtype
+        assert found.dtype is (torch.float32 if float32_out else dtype)
         near = 1e-5 if dtype.itemsize > 2 else 1e-2
         torch.testing.assert_close(found.float(), expected, atol=near, rtol=near)
 

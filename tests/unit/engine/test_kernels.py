@@ -63,13 +63,12 @@ def test_gated_is_silu_times_up(dtype: torch.dtype, scale: float) -> None:
     torch.testing.assert_close(out, functional.silu(gate) * up, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_draw_is_that_of_plain_operations(dtype: torch.dtype) -> None:
-    logits = values(40, 1000, dtype=dtype, scale=3.0)
+def test_draw_is_that_of_plain_operations() -> None:
+    logits = values(40, 1000, dtype=torch.float32, scale=3.0)
     settings = [Sampling(temperature=t) for t in (0.0, 0.3, 0.7, 1.0, 2.0) for _ in range(8)]
     where = uniform(range(40), range(40))
-    mine = draw_whole(compiled(dtype), logits, settings, where)
-    theirs = draw(logits.float(), settings, where)
+    mine = draw_whole(compiled(torch.float32), logits, settings, where)
+    theirs = draw(logits, settings, where)
     assert mine.tokens == theirs.tokens
     for name in ("logprobs", "raw_logprobs", "kept_mass"):
         assert np.allclose(getattr(mine, name), getattr(theirs, name), atol=2e-6), name

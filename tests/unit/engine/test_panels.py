@@ -16,12 +16,14 @@ needs_kernels = pytest.mark.skipif(KERNELS is None, reason="there is no C++ comp
 ROWS = (*range(1, 20), 95, 96, 97, 200)
 
 
-def made(outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False) -> tuple[nn.Linear, PanelLinear]:
+def made(
+    outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False, float32_out: bool = False
+) -> tuple[nn.Linear, PanelLinear]:
     torch.manual_seed(outputs)
     plain = nn.Linear(inputs, outputs, bias=bias).to(dtype)
     kernels = kernels_for(dtype)
     assert kernels is not None
-    return plain, PanelLinear(plain, kernels, Arena())
+    return plain, PanelLinear(plain, kernels, Arena(), float32_out=float32_out)
 
 
 @needs_kernels
@@ -56,10 +58,21 @@ def test_a_row_has_the_same_bits_whatever_it_is_computed_with(dtype: torch.dtype
 
 
 @needs_kernels
+@pytest.mark.parametrize("rows", [1, 13, 200])
+def test_a_product_in_bfloat16_can_be_left_unrounded(rows: int) -> None:
+    plain, layer = made(100, 576, torch.bfloat16, float32_out=True)
+    x = 20 * torch.randn(rows, 576).bfloat16()
+    with torch.inference_mode():
+        found = layer(x)
+        expected = (x.double() @ plain.weight.double().T).float()
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    assert not torch.equal(found, found.bfloat16().float())
+
+
 def test_an_odd_number_of_inputs_has_no_pairs_in_bfloat16() -> None:
-    kernels = kernels_for(torch.bfloat16)
-    assert not can_use_panels(torch.zeros(4, 33, dtype=torch.bfloat16), kernels)
-    assert not can_use_panels(torch.zeros(4, 34), None)
+    assert not can_use_panels(torch.zeros(4, 33, dtype=torch.bfloat16))
+    assert can_use_panels(torch.zeros(4, 33))
 
 
 @needs_kernels

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lehr.core.errors import ConfigError
 from lehr.engine.native.kernels.build import INSTALL, why_not
 from lehr.engine.native.kernels.load import Kernels, kernels_for
-from lehr.engine.native.packing import PROJECTIONS, packed
+from lehr.engine.native.packing import PROJECTIONS, packed, packed_head
 from lehr.engine.native.panels import Arena
 from lehr.model.decoder import Decoder
 
@@ -24,11 +24,13 @@ _PANEL = 64
 
 
 class Int8Linear(nn.Module):
-    """A linear layer on rounded weights. Input ``[N, in]``, output of the input's dtype."""
+    """A linear layer on rounded weights. Input ``[N, in]``, output of the input's dtype, or float32."""
 
-    def __init__(self, plain: nn.Linear, kernels: Kernels, arena: Arena | None = None) -> None:
+    def __init__(
+        self, plain: nn.Linear, kernels: Kernels, arena: Arena | None = None, *, float32_out: bool = False
+    ) -> None:
         super().__init__()
-        self._kernels = kernels
+        self._run = kernels.int8_rows_wide if float32_out else kernels.int8_rows
         weight = plain.weight.detach()
         rounded, self.scales = quantized(weight)
         self.outputs, self.inputs = weight.shape
@@ -37,7 +39,8 @@ class Int8Linear(nn.Module):
         back = nn.Linear(self.inputs, self.outputs, bias=self.bias is not None, device="meta")
         back.weight = nn.Parameter((rounded * self.scales[:, None]).to(weight.dtype), requires_grad=False)
         back.bias = plain.bias
-        self.wide = packed(back, kernels, arena or Arena())
+        self._out = torch.float32 if float32_out else weight.dtype
+        self.wide = (packed_head if float32_out else packed)(back, kernels, arena or Arena())
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias``."""
@@ -45,8 +48,8 @@ class Int8Linear(nn.Module):
         if rows > FEW:
             return self.wide(x_ND)
         x_ND = x_ND.contiguous()
-        out = x_ND.new_empty(rows, self.outputs)
-        self._kernels.int8_rows(
+        out = x_ND.new_empty(rows, self.outputs, dtype=self._out)
+        self._run(
             x_ND.data_ptr(), self.panels.data_ptr(), self.scales.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(), out.data_ptr(),
             rows, self.inputs, self.outputs,
@@ -69,7 +72,8 @@ def round_weights(decoder: Decoder) -> Decoder:
             if isinstance(plain, nn.Linear):
                 setattr(layer, name, Int8Linear(plain, kernels, arena))
     if isinstance(decoder.head, nn.Linear):  # pyright: ignore[reportUnnecessaryIsInstance]
-        decoder.head = Int8Linear(decoder.head, kernels, arena)  # pyright: ignore[reportAttributeAccessIssue]
+        head = Int8Linear(decoder.head, kernels, arena, float32_out=True)
+        decoder.head = head  # pyright: ignore[reportAttributeAccessIssue]
     return decoder
 
 

@@ -19,18 +19,21 @@ _TYPICAL_ROWS = 64
 
 
 class PackedLinear(nn.Module):
-    """A linear layer on a oneDNN weight. Input ``[N, in]``."""
+    """A linear layer on a oneDNN weight. Input ``[N, in]``. dtype: of the weight here and of the output; unless
+    given that of the plain one.
+    """
 
-    def __init__(self, plain: nn.Linear) -> None:
+    def __init__(self, plain: nn.Linear, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        weight = plain.weight.detach()
+        self._dtype = dtype or plain.weight.dtype
+        weight = plain.weight.detach().to(self._dtype)
         self.outputs = len(weight)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
-        self.bias = None if plain.bias is None else plain.bias.detach()
+        self.bias = None if plain.bias is None else plain.bias.detach().to(self._dtype)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias``."""
-        return torch.ops.mkldnn._linear_pointwise(x_ND, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x_ND.to(self._dtype), self.packed, self.bias, "none", [], "")
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -42,9 +45,23 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def packed(plain: nn.Linear, kernels: Kernels | None, arena: Arena) -> nn.Module:
     """Return the layer on the layout that is fastest here; ``plain`` itself where there is no better one."""
-    if kernels is not None and can_use_panels(plain.weight, kernels):
+    if kernels is not None and kernels.panels_pay and can_use_panels(plain.weight):
         return PanelLinear(plain, kernels, arena)
     return PackedLinear(plain) if can_pack(plain.weight.dtype) else plain
+
+
+def packed_head(plain: nn.Linear, kernels: Kernels | None, arena: Arena) -> nn.Module:
+    """Return the vocabulary head on a layout from which it gives float32: see :class:`lehr.model.decoder.Head`.
+
+    oneDNN rounds to the dtype of its inputs. Without kernels the weight is kept in float32.
+    """
+    if plain.weight.dtype is torch.float32:
+        return packed(plain, kernels, arena)
+    if kernels is not None and can_use_panels(plain.weight):
+        return PanelLinear(plain, kernels, arena, float32_out=True)
+    if not can_pack(torch.float32):
+        return plain
+    return PackedLinear(plain, torch.float32)
 
 
 def pack(decoder: Decoder, kernels: Kernels | None = None) -> Decoder:
@@ -56,5 +73,5 @@ def pack(decoder: Decoder, kernels: Kernels | None = None) -> Decoder:
             if isinstance(plain, nn.Linear):
                 setattr(layer, name, packed(plain, kernels, arena))
     if isinstance(decoder.head, nn.Linear):  # pyright: ignore[reportUnnecessaryIsInstance]
-        decoder.head = packed(decoder.head, kernels, arena)  # pyright: ignore[reportAttributeAccessIssue]
+        decoder.head = packed_head(decoder.head, kernels, arena)  # pyright: ignore[reportAttributeAccessIssue]
     return decoder

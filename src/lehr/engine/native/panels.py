@@ -45,14 +45,17 @@ class Arena:
 
 
 class PanelLinear(nn.Module):
-    """A linear layer on a weight in panels. Input ``[N, in]``; a row's result does not depend on the others."""
+    """A linear layer on a weight in panels. Input ``[N, in]``; a row's result does not depend on the others.
+    float32_out: sums are given as they are, not rounded to the input's dtype.
+    """
 
-    def __init__(self, plain: nn.Linear, kernels: Kernels, arena: Arena) -> None:
+    def __init__(self, plain: nn.Linear, kernels: Kernels, arena: Arena, *, float32_out: bool = False) -> None:
         super().__init__()
         weight = plain.weight.detach()
         self.outputs, self.inputs = weight.shape
         self.bias = None if plain.bias is None else plain.bias.detach()
-        self._run = kernels.panels
+        self._run = kernels.panels_wide if float32_out else kernels.panels
+        self._out = torch.float32 if float32_out else weight.dtype
         self._bias_at = None if self.bias is None else self.bias.data_ptr()
         self.panels = in_panels(weight, kernels.panel_outputs, arena)
         self._panels_at = self.panels.data_ptr()
@@ -61,17 +64,15 @@ class PanelLinear(nn.Module):
         """Return ``x @ weight.T + bias``."""
         x_ND = x_ND.contiguous()
         rows = len(x_ND)
-        out_NO = x_ND.new_empty(rows, self.outputs)
+        out_NO = x_ND.new_empty(rows, self.outputs, dtype=self._out)
         self._run(
             x_ND.data_ptr(), self._panels_at, self._bias_at, out_NO.data_ptr(), rows, self.inputs, self.outputs
         )
         return out_NO
 
 
-def can_use_panels(weight: Tensor, kernels: Kernels | None) -> bool:
-    """Return whether panels are what a weight is multiplied fastest from on this processor."""
-    if kernels is None or not kernels.panels_pay:
-        return False
+def can_use_panels(weight: Tensor) -> bool:
+    """Return whether panels can hold a weight."""
     return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0)
 
 

@@ -61,8 +61,8 @@ def draw_each(
     *,
     alone: bool = False,
 ) -> Drawn:
-    """Draw one token per row from logits of any dtype, which may be overwritten: in one pass of a kernel where
-    a row draws from the whole distribution, by :func:`draw` otherwise. ``alone``: with one row at a time there,
+    """Draw one token per row from float32 logits, which may be overwritten: in one pass of a kernel where a row
+    draws from the whole distribution, by :func:`draw` otherwise. ``alone``: with one row at a time there,
     so that sums do not depend on how many there are.
     """
     alternatives = likeliest(logits_NV, settings)
@@ -76,7 +76,7 @@ def draw_each(
         ]
         drawn = _merged(each, len(settings))
     elif kernels is None or len(partly) == len(settings):
-        drawn = draw(logits_NV.float(), settings, where, mask)
+        drawn = draw(logits_NV, settings, where, mask)
     elif not partly:
         drawn = draw_whole(kernels, logits_NV, settings, where)
     else:
@@ -84,7 +84,7 @@ def draw_each(
         moved = mask and Mask([place[r] for r in mask.rows], mask.allowed_MV, mask.dead)
         wholly = [i for i in range(len(settings)) if i not in place]
         parts = (
-            (partly, draw(logits_NV[partly].float(), [settings[i] for i in partly], where[partly], moved)),
+            (partly, draw(logits_NV[partly], [settings[i] for i in partly], where[partly], moved)),
             (wholly, draw_whole(kernels, logits_NV[wholly], [settings[i] for i in wholly], where[wholly])),
         )
         drawn = _merged(parts, len(settings))
@@ -159,7 +159,7 @@ def draw_whole(
     kernels: Kernels, logits_NV: Tensor, settings: Sequence[Sampling], where: NDArray[np.float64]
 ) -> Drawn:
     """Draw like :func:`draw` from the whole distribution, for rows none of which asks for top-k or top-p, in
-    one pass of a kernel over logits of any dtype, which are left as they are.
+    one pass of a kernel over float32 logits, which are left as they are.
     """
     rows, vocabulary = logits_NV.shape
     tokens, raw = np.empty(rows, np.int64), np.empty(rows, np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -46,9 +47,15 @@ def load_published(
     *,
     invariant: bool = False,
 ) -> Decoder:
-    """Return the published weights, ready to sample from. Raises :class:`EngineError` if they are damaged."""
-    path = published_file(manifest)
-    with torch.inference_mode():
-        return prepared(
-            Decoder.from_hf(config, read_tensors(path), dtype), weights, kernels, invariant=invariant
-        )
+    """Return the published weights, ready to sample from. Raises :class:`EngineError` if they are damaged.
+
+    Their digest takes as long as laying them out: both are done at once.
+    """
+    with ThreadPoolExecutor(1) as beside:
+        check = beside.submit(published_file, manifest)
+        try:
+            with torch.inference_mode():
+                decoder = Decoder.from_hf(config, read_tensors(Path(manifest.path)), dtype)
+                return prepared(decoder, weights, kernels, invariant=invariant)
+        finally:
+            check.result()  # says first what is wrong with a file that cannot be read either

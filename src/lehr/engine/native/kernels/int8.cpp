@@ -40,8 +40,8 @@ template <int ROWS> void panel_rows(const float* x, const int8_t* weight, float*
     std::memcpy(sums, acc, sizeof acc);
 }
 
-template <class T>
-void int8_rows(const T* x, const int8_t* weight, const float* scales, const T* bias, T* out, int64_t rows,
+template <class T, class Out>
+void int8_rows(const T* x, const int8_t* weight, const float* scales, const T* bias, Out* out, int64_t rows,
                int64_t inputs, int64_t outputs) {
     constexpr int64_t kAtOnce = 4;
     std::vector<float> wide(rows * inputs);
@@ -62,10 +62,10 @@ void int8_rows(const T* x, const int8_t* weight, const float* scales, const T* b
                 default: panel_rows<4>(from, part, sums, inputs);
             }
             for (int64_t r = 0; r < some; r++) {
-                T* into = out + (row + r) * outputs + first;
+                Out* into = out + (row + r) * outputs + first;
                 for (int64_t i = 0; i < count; i++) {
                     const float value = sums[r * kPanel + i] * scales[first + i];
-                    into[i] = store<T>(bias ? value + load(bias[first + i]) : value);
+                    into[i] = store<Out>(bias ? value + load(bias[first + i]) : value);
                 }
             }
         }
@@ -74,13 +74,15 @@ void int8_rows(const T* x, const int8_t* weight, const float* scales, const T* b
 
 }  // namespace
 
-#define EXPORT(T, suffix)                                                                                       \
-    void int8_rows_##suffix(const T* x, const int8_t* weight, const float* scales, const T* bias, T* out,       \
-                            int64_t rows, int64_t inputs, int64_t outputs) {                                    \
-        int8_rows<T>(x, weight, scales, bias, out, rows, inputs, outputs);                                      \
+#define EXPORT(name, T, Out)                                                                                    \
+    void name(const T* x, const int8_t* weight, const float* scales, const T* bias, Out* out, int64_t rows,     \
+              int64_t inputs, int64_t outputs) {                                                                \
+        int8_rows(x, weight, scales, bias, out, rows, inputs, outputs);                                         \
     }
 
 extern "C" {
-EXPORT(float, float32)
-EXPORT(bf16, bfloat16)
+EXPORT(int8_rows_float32, float, float)
+EXPORT(int8_rows_bfloat16, bf16, bf16)
+EXPORT(int8_rows_wide_float32, float, float)
+EXPORT(int8_rows_wide_bfloat16, bf16, float)
 }

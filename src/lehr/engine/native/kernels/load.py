@@ -27,11 +27,12 @@ ARGUMENTS = {
     "attend_alone_int8": (*[c_void_p] * 4, *[c_int64] * 5),
     "attend_sparse": (*[c_void_p] * 5, *[c_int64] * 9),
     "choose": (*[c_void_p] * 4, *[c_int64] * 7),
-    "draw": (*[c_void_p] * 5, c_int64, c_int64),
     "norm_back": (*[c_void_p] * 6, c_int64, c_int64, c_float),
     "gated_back": (*[c_void_p] * 3, c_int64, c_int64),
     "int8_rows": (*[c_void_p] * 5, c_int64, c_int64, c_int64),
+    "int8_rows_wide": (*[c_void_p] * 5, c_int64, c_int64, c_int64),
     "panels": (*[c_void_p] * 4, c_int64, c_int64, c_int64),
+    "panels_wide": (*[c_void_p] * 4, c_int64, c_int64, c_int64),
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -44,6 +45,8 @@ class Kernels:
             function = getattr(library, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
             setattr(self, name, function)
+        self.draw = library.draw
+        self.draw.argtypes, self.draw.restype = (*[c_void_p] * 5, c_int64, c_int64), None
         library.panel_outputs.restype = library.panels_pay.restype = c_int64
         self.panel_outputs = int(library.panel_outputs())
         self.panels_pay = bool(library.panels_pay())
@@ -60,11 +63,12 @@ class Kernels:
     attend_alone_int8: Any
     attend_sparse: Any
     choose: Any
-    draw: Any
     norm_back: Any
     gated_back: Any
     int8_rows: Any
+    int8_rows_wide: Any
     panels: Any
+    panels_wide: Any
 
 
 def kernels_for(dtype: torch.dtype) -> Kernels | None:

@@ -108,8 +108,8 @@ void panel_of(const float* x, int64_t stride, const T* weight, float* sums, int6
     }
 }
 
-template <class T>
-void panels(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t inputs, int64_t outputs) {
+template <class T, class Out>
+void panels(const T* x, const T* weight, const T* bias, Out* out, int64_t rows, int64_t inputs, int64_t outputs) {
     const int64_t count = (outputs + kPanel - 1) / kPanel;
     std::vector<float> room;
     const float* wide = widened(x, rows * inputs, room);
@@ -136,9 +136,9 @@ void panels(const T* x, const T* weight, const T* bias, T* out, int64_t rows, in
                 }
                 const int64_t at = panel * kPanel, width = std::min(kPanel, outputs - at);
                 for (int64_t r = 0; r < some; r++) {
-                    T* into = out + (begin + r) * outputs + at;
+                    Out* into = out + (begin + r) * outputs + at;
                     const float* from = sums.at(r * kPanel);
-                    for (int64_t i = 0; i < width; i++) into[i] = store<T>(bias ? from[i] + load(bias[at + i]) : from[i]);
+                    for (int64_t i = 0; i < width; i++) into[i] = store<Out>(bias ? from[i] + load(bias[at + i]) : from[i]);
                 }
             }
         }
@@ -147,15 +147,17 @@ void panels(const T* x, const T* weight, const T* bias, T* out, int64_t rows, in
 
 }  // namespace
 
-#define EXPORT(T, suffix)                                                                                          \
-    void panels_##suffix(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t inputs,         \
-                         int64_t outputs) {                                                                        \
-        panels<T>(x, weight, bias, out, rows, inputs, outputs);                                                    \
+#define EXPORT(name, T, Out)                                                                                       \
+    void name(const T* x, const T* weight, const T* bias, Out* out, int64_t rows, int64_t inputs, int64_t outputs) \
+    {                                                                                                              \
+        panels(x, weight, bias, out, rows, inputs, outputs);                                                       \
     }
 
 extern "C" {
-EXPORT(float, float32)
-EXPORT(bf16, bfloat16)
+EXPORT(panels_float32, float, float)
+EXPORT(panels_bfloat16, bf16, bf16)
+EXPORT(panels_wide_float32, float, float)
+EXPORT(panels_wide_bfloat16, bf16, float)
 int64_t panel_outputs() { return kPanel; }
 // Whether these products were measured to be faster than oneDNN's with this processor's registers.
 int64_t panels_pay() {

@@ -237,26 +237,25 @@ void attend(const T* query, T* out, const Place* places, const int64_t* position
 // `where` in [0, 1); temperature 0 takes the first best. Gives log-softmax(logits / T) of the token.
 constexpr int64_t kBlock = 256;
 
-template <class T>
-void draw(const T* logits, const float* inverse_temperature, const double* where, int64_t* tokens, double* logprobs,
-          int64_t rows, int64_t words) {
+void draw_rows(const float* logits, const float* inverse_temperature, const double* where, int64_t* tokens,
+               double* logprobs, int64_t rows, int64_t words) {
     const int64_t blocks = (words + kBlock - 1) / kBlock;
 #pragma omp parallel if (rows > 1)
     {
         std::vector<double> sums(blocks);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t row = 0; row < rows; row++) {
-            const T* line = logits + row * words;
+            const float* line = logits + row * words;
             const float scale = inverse_temperature[row] > 0 ? inverse_temperature[row] : 1.0f;
             float top = -INFINITY;
 #pragma omp simd reduction(max : top)
-            for (int64_t i = 0; i < words; i++) top = load(line[i]) > top ? load(line[i]) : top;
+            for (int64_t i = 0; i < words; i++) top = line[i] > top ? line[i] : top;
             double total = 0;
             for (int64_t b = 0; b < blocks; b++) {
                 const int64_t end = std::min(words, (b + 1) * kBlock);
                 float sum = 0;
 #pragma omp simd reduction(+ : sum)
-                for (int64_t i = b * kBlock; i < end; i++) sum += exponential((load(line[i]) - top) * scale);
+                for (int64_t i = b * kBlock; i < end; i++) sum += exponential((line[i] - top) * scale);
                 sums[b] = sum;
                 total += sum;
             }
@@ -268,7 +267,7 @@ void draw(const T* logits, const float* inverse_temperature, const double* where
                 const int64_t end = std::min(words, (b + 1) * kBlock);
                 double passed = 0;
                 for (int64_t i = b * kBlock; i < end; i++) {
-                    float weight = exponential((load(line[i]) - top) * scale);
+                    float weight = exponential((line[i] - top) * scale);
                     if (weight > 0) chosen = i;
                     passed += weight;
                     if (passed > left && weight > 0) break;
@@ -276,10 +275,10 @@ void draw(const T* logits, const float* inverse_temperature, const double* where
             }
             if (chosen < 0) {  // greedy, or a last block of nothing but zeros
                 chosen = 0;
-                while (chosen + 1 < words && !(load(line[chosen]) >= top)) chosen++;
+                while (chosen + 1 < words && !(line[chosen] >= top)) chosen++;
             }
             tokens[row] = chosen;
-            logprobs[row] = static_cast<double>((load(line[chosen]) - top) * scale) - std::log(total);
+            logprobs[row] = static_cast<double>((line[chosen] - top) * scale) - std::log(total);
         }
     }
 }
@@ -302,13 +301,13 @@ void draw(const T* logits, const float* inverse_temperature, const double* where
     void attend_##suffix(const T* query, T* out, const void* places, const int64_t* positions, int64_t layer,        \
                          int64_t tokens, int64_t heads, int64_t kv_heads, int64_t size) {                            \
         attend<T>(query, out, static_cast<const Place*>(places), positions, layer, tokens, heads, kv_heads, size);   \
-    }                                                                                                                \
-    void draw_##suffix(const T* logits, const float* inverse_temperature, const double* where, int64_t* tokens,      \
-                       double* logprobs, int64_t rows, int64_t words) {                                              \
-        draw<T>(logits, inverse_temperature, where, tokens, logprobs, rows, words);                                  \
     }
 
 extern "C" {
 EXPORT(float, float32)
 EXPORT(bf16, bfloat16)
+void draw(const float* logits, const float* inverse_temperature, const double* where, int64_t* tokens, double* logprobs,
+          int64_t rows, int64_t words) {
+    draw_rows(logits, inverse_temperature, where, tokens, logprobs, rows, words);
+}
 }
